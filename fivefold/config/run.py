@@ -1,0 +1,40 @@
+"""``RunConfig``: everything a run depends on, checked as a whole before any process exists."""
+
+from __future__ import annotations
+
+from pydantic import SerializeAsAny
+
+from .base import Part
+from .dims import ParallelDims
+from .model import ModelConfig
+from .parts import CommConfig, DataConfig, MetricsConfig, OptimConfig, ProfileConfig, TrainConfig
+
+
+class RunConfig(Part):
+    """One training run. A recipe returns it; the command line overrides its fields by dotted name."""
+
+    model: SerializeAsAny[ModelConfig]
+    """The model's shape."""
+    parallel: str = "single"
+    """The layout, such as fsdp2-tp2; ``fsdp*`` takes the ranks left over."""
+    data: DataConfig
+    """What is read."""
+    optim: OptimConfig
+    """The optimizer and its schedule."""
+    train: TrainConfig
+    """The run itself."""
+    comm: CommConfig = CommConfig()
+    """Time limits."""
+    metrics: MetricsConfig = MetricsConfig()
+    """Reports."""
+    profile: ProfileConfig = ProfileConfig()
+    """Traces."""
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The layout's sizes.
+
+        Raises:
+            ConfigError: if ``parallel`` is not a layout of known size.
+        """
+        return ParallelDims.parse(self.parallel)

@@ -1,0 +1,109 @@
+"""Rows of a fixed length cut from a stream of documents.
+
+Letters: N rows, T tokens a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .tokenfile import TokenFile
+
+IGNORE = -100  # a target that the loss leaves out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Some rows of a batch; a row may hold pieces of several documents.
+
+    Shapes: all [N, T].
+    """
+
+    tokens: NDArray[np.int64]
+    """Inputs."""
+    targets: NDArray[np.int64]
+    """The token after each input; -100 where that is another document's, or nothing."""
+    positions: NDArray[np.int64]
+    """Tokens since the start of the document's piece in this row."""
+    documents: NDArray[np.int32]
+    """Number of the document within the row, from 0: tokens attend only to their own."""
+    single_document: bool
+    """Whether no row holds more than one document, so that plain causal attention is exact."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tokens ``[start, stop)`` of a token file as rows: row r reads T tokens from ``start + r*T`` on.
+
+    Each row's last target is the next row's first input, so every token but the first is a target once.
+    """
+
+    file: TokenFile
+    start: int
+    stop: int
+
+    @property
+    def n_targets(self) -> int:
+        """Tokens that have one before them."""
+        return max(self.stop - self.start - 1, 0)
+
+    def rows(self, row: NDArray[np.int64], sequence_length: int) -> Rows:
+        """The rows of these numbers; past the end, the last token repeats and targets are ignored.
+
+        Shapes: row [N].
+        """
+        begin = self.start + row * sequence_length
+        index = begin[:, None] + np.arange(sequence_length + 1)
+        last = self.stop - 1
+        ids = self.file.tokens[np.minimum(index, last)].astype(np.int64)
+        new = self._first_tokens(begin, np.minimum(begin + sequence_length, last), sequence_length + 1)
+        inputs = new[:, :-1]
+        column = np.arange(sequence_length)
+        return Rows(
+            tokens=np.ascontiguousarray(ids[:, :-1]),
+            targets=np.where(new[:, 1:] | (index[:, 1:] > last), IGNORE, ids[:, 1:]),
+            positions=column - np.maximum.accumulate(np.where(inputs, column, 0), axis=1),
+            documents=np.cumsum(inputs, axis=1, dtype=np.int32),
+            single_document=not inputs.any(),
+        )
+
+    def _first_tokens(self, begin: NDArray[np.int64], end: NDArray[np.int64], width: int) -> NDArray[np.bool_]:
+        """Which tokens after each row's first are the first of a document.
+
+        Shapes: begin, end (inclusive) [N] -> [N, width].
+        """
+        starts = self.file.starts
+        low = np.searchsorted(starts, begin, side="right")
+        count = np.maximum(np.searchsorted(starts, end, side="right") - low, 0)  # empty documents share a start
+        row = np.repeat(np.arange(len(begin)), count)
+        which = np.arange(len(row)) + np.repeat(low - (np.cumsum(count) - count), count)
+        first = np.zeros((len(begin), width), np.bool_)
+        first[row, starts[which] - begin[row]] = True
+        return first
+
+
+def concatenate(parts: list[Rows]) -> Rows:
+    """Rows one after another."""
+    if len(parts) == 1:
+        return parts[0]
+    return Rows(
+        tokens=np.concatenate([part.tokens for part in parts]),
+        targets=np.concatenate([part.targets for part in parts]),
+        positions=np.concatenate([part.positions for part in parts]),
+        documents=np.concatenate([part.documents for part in parts]),
+        single_document=all(part.single_document for part in parts),
+    )
+
+
+def take(rows: Rows, order: NDArray[np.int64]) -> Rows:
+    """Rows in another order."""
+    return Rows(
+        tokens=rows.tokens[order],
+        targets=rows.targets[order],
+        positions=rows.positions[order],
+        documents=rows.documents[order],
+        single_document=rows.single_document,
+    )

@@ -1,0 +1,41 @@
+"""The first part: token ids to vectors, the vocabulary split over ``tp``.
+
+Letters: B sequences, T tokens of a sequence, T_tp those of this rank's place of tp, D width.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ..mesh.collectives import reduce_scatter
+from ..mesh.parameter import Init
+from ..mesh.run import Run
+from .base import Layer
+from .microbatch import MicroBatch
+
+
+class Embedding(Layer):
+    """A row of ``weight`` per token. Each rank looks up the rows it holds, and the sum over ranks is cut into tokens.
+
+    A vocabulary that ``tp`` does not divide is padded; no token ever reads the padding.
+
+    Source: Shoeybi 2019, arXiv 1909.08053, section 3 (vocabulary-parallel embedding).
+    """
+
+    SHARDING = {"weight": ("tp", None)}
+    weight: nn.Parameter
+
+    def __init__(self, run: Run, vocab_size: int, dim: int, init: Init) -> None:
+        super().__init__(run)
+        self.declare("weight", (vocab_size, dim), init, pad=True)
+
+    def forward(self, x: None, mb: MicroBatch) -> Float[Tensor, "B T_tp D"]:
+        if self.tp.size == 1:
+            return F.embedding(mb.tokens, self.weight)
+        rows = self.weight.shape[0]
+        row = mb.tokens - self.tp.rank * rows                   # I             [B, T]
+        elsewhere = (row < 0) | (row >= rows)
+        y = F.embedding(row.clamp(0, rows - 1), self.weight).masked_fill(elsewhere[..., None], 0)  # P [B, T, D]
+        return reduce_scatter(y, self.tp, dim=1)                # P -> S(1)     [B, T/tp, D]

@@ -1,0 +1,25 @@
+"""The demo: a small model of DeepSeek-V3's kind, trained on a laptop's CPU in minutes."""
+
+from __future__ import annotations
+
+from fivefold.config.model import DecoderConfig, MlaConfig, MoeConfig
+from fivefold.config.parts import DataConfig, OptimConfig, TrainConfig
+from fivefold.config.run import RunConfig
+
+
+def moe_demo() -> RunConfig:
+    """A mixture of experts on the source code of Python's standard library, over four local processes."""
+    return RunConfig(
+        model=DecoderConfig(
+            vocab_size=4096,
+            dim=192,
+            n_layers=4,
+            ffn_dim=512,
+            attention=MlaConfig(n_heads=6, kv_rank=64, nope_dim=32, rope_dim=16, v_dim=32),
+            moe=MoeConfig(n_experts=16, top_k=4, n_shared=1, expert_dim=96, balance_loss=1e-4),
+        ),
+        parallel="fsdp2-tp2",
+        data=DataConfig(files=("stdlib",), batch_size=32, sequence_length=256),
+        optim=OptimConfig(lr=3e-3, warmup_steps=20, decay="1-sqrt", decay_steps=100, floor=0.05),
+        train=TrainConfig(steps=300),
+    )

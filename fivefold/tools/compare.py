@@ -1,0 +1,100 @@
+"""What one run of a few steps did, as whole tensors that do not depend on the layout, and how two such runs differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..mesh import transport
+from ..mesh.mesh import Mesh
+from ..train.state import TrainState
+from ..wrap.buffer import Shard
+
+
+@dataclass(frozen=True)
+class Whole:
+    """One tensor a parameter, from every rank's rows, and what the gathering proved."""
+
+    tensors: dict[str, Tensor]
+    owners: bool
+    """Whether every element has exactly one owner in each replica."""
+    replicas: bool
+    """Whether all owners of an element hold the same bits."""
+
+
+def gather_whole(state: TrainState, value: Callable[[Shard], Tensor]) -> Whole:
+    """Gather ``value`` of every row: the largest, the smallest and the number of owners of each element tell all."""
+    mesh, offsets, total = state.mesh, {}, 0
+    for name, shape in state.shapes.items():
+        offsets[name] = total
+        total += math.prod(shape)
+    dtype = next((value(s).dtype for s in state.shards), torch.float32)
+    high = torch.full((total,), -torch.inf, dtype=dtype, device=mesh.device)
+    low, owned = -high, torch.zeros(total, dtype=torch.int32, device=mesh.device)
+    for s in state.shards:
+        at = offsets[s.piece.name] + s.piece.place()
+        high[at] = low[at] = value(s).detach()
+        owned[at] += 1
+    reduce_everywhere(high, mesh, "max")
+    reduce_everywhere(low, mesh, "min")
+    reduce_everywhere(owned, mesh, "sum")
+    tensors = {n: high[o : o + math.prod(state.shapes[n])].view(state.shapes[n]) for n, o in offsets.items()}
+    same = (high == low) | (high.isnan() & low.isnan())
+    return Whole(tensors, bool((owned == mesh.ddp.size).all()), bool(same.all()))
+
+
+def reduce_everywhere(x: Tensor, mesh: Mesh, op: str) -> None:
+    """Reduce ``x`` in place over all ranks."""
+    if mesh.world.size > 1:
+        transport.all_reduce(x, mesh.world, op).wait()
+
+
+def relative_error(a: Tensor, b: Tensor) -> float:
+    """``max|a - b| / max|b|``; where ``b`` is all zero, 0 if ``a`` is exactly zero too, else infinity."""
+    difference, size = (a - b).abs().max().item() if a.numel() else 0.0, b.abs().max().item() if b.numel() else 0.0
+    if math.isnan(difference) or math.isnan(size):
+        return math.inf
+    return difference / size if size else math.inf if difference else 0.0
+
+
+def worst(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> tuple[str, float]:
+    """The name with the largest relative error, and that error."""
+    errors = {name: relative_error(a[name], b[name]) for name in b}
+    name = max(errors, key=lambda n: errors[n])
+    return name, errors[name]
+
+
+class Watcher:
+    """Keeps each part's output and its gradient, and gives them whole.
+
+    Between parts a tensor is ``[B, t, D]``: rows are cut over ``ddp`` and ``fsdp``, tokens over ``cp`` and ``tp``.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], list[Tensor]] = {}
+
+    def __call__(self, name: str, x: Tensor) -> None:
+        self._keep(name, "activation", x)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self._keep(name, "gradient", gradient))
+
+    def _keep(self, name: str, kind: str, x: Tensor) -> None:
+        if x.ndim == 3:
+            self._seen.setdefault((name, kind), []).append(x.detach())
+
+    def whole(self, mesh: Mesh) -> dict[tuple[str, str], Tensor]:
+        """Everything seen, whole on every rank: forward in order, then backward in the order it ran."""
+        order = sorted(self._seen, key=lambda key: key[1])  # activations first; stable, so in the order they came
+        found = {}
+        for key in order:
+            x = torch.cat(self._seen[key])
+            for axis, dim in ((mesh.join("cp", "tp"), 1), (mesh.join("ddp", "fsdp"), 0)):
+                if axis.size > 1:
+                    front = transport.all_gather(x.movedim(dim, 0).contiguous(), axis).wait()
+                    x = front.movedim(0, dim)
+            found[key] = x
+        return found

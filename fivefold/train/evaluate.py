@@ -1,0 +1,56 @@
+"""The held-out loss, in nats per token and in bits per byte: the same number under every layout."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..data.rows import IGNORE
+from ..mesh.collectives import sum_values
+from .batch import Source, cut, to_device
+from .state import TrainState
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How well held-out text is predicted."""
+
+    loss: float
+    """Nats per target token."""
+    bits_per_byte: float
+    """Bits per byte of text."""
+    n_targets: int
+
+
+def evaluate(state: TrainState, source: Source, n_rows: int, n_bytes: int) -> Evaluation:
+    """Evaluate ``n_rows`` held-out rows that stand for ``n_bytes`` bytes of text, shared among the data ranks.
+
+    Rows are cut into microbatches of the training run's size; ranks that have fewer get rows that count nothing, so
+    that all make the same calls. Counters, biases and gradients stay as they are.
+    """
+    config, mesh = state.config, state.mesh
+    size = config.data.batch_size // mesh.dims.data // config.train.microbatches
+    rounds = -(-n_rows // (size * mesh.dims.data))
+    n_targets = torch.zeros((), dtype=torch.int64, device=mesh.device)
+    nats = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    modules = [m for stage in state.stages.values() for m in stage.parts.values()]
+    for m in modules:
+        m.eval()
+    for i in range(rounds):
+        first = (i * mesh.dims.data + mesh.data_rank()) * size
+        rows = source.heldout_rows(first, first + size)
+        tensors = to_device(rows, mesh.device)
+        if first + size > n_rows:  # past the end: nothing counts
+            tensors["targets"][max(0, n_rows - first) :] = IGNORE
+        n_targets += (tensors["targets"] != IGNORE).sum()
+        one = torch.ones((), dtype=torch.int64, device=mesh.device)
+        nats += state.executor.evaluate(list(cut(rows, tensors, 1, one, 1)))
+    for m in modules:
+        m.train()
+    for stage in state.stages.values():
+        stage.release()
+    total = int(sum_values(n_targets, mesh.join("ddp", "fsdp")))
+    loss = float(sum_values(nats, mesh.join("pp", "ddp", "fsdp", "cp")))
+    return Evaluation(loss / max(1, total), loss / math.log(2) / max(1, n_bytes), total)

@@ -1,0 +1,65 @@
+"""The global gradient norm, clipping, and what to do about a gradient that is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..mesh.collectives import gather_values, sum_values
+from ..mesh.mesh import Mesh
+from ..wrap.buffer import Shard
+
+NAME_BYTES = 256
+"""Bytes of a parameter's name that an error message can carry between ranks."""
+
+
+class NonFiniteGradient(FloatingPointError):
+    """A gradient with an infinity or NaN in it; the step updated nothing."""
+
+
+def gradients(shards: Sequence[Shard]) -> list[Tensor]:
+    """The summed gradients of this rank's rows."""
+    return [s.value.grad for s in shards if s.value.grad is not None]
+
+
+def gradient_norm(shards: Sequence[Shard], mesh: Mesh) -> Tensor:
+    """L2 norm of the whole gradient. I on every rank.
+
+    By the storage rule every element of a replica has one owner, so the squares are summed over ``pp, fsdp, cp, tp``;
+    a parameter that two stages hold counts on the first of them only.
+    """
+    counted = gradients([s for s in shards if not (s.spec.tied and s.spec.init_name)])
+    wide = torch.float64 if counted and counted[0].dtype == torch.float64 else torch.float32
+    total = torch.zeros((), dtype=wide, device=mesh.device)
+    if counted:
+        total = torch.stack(torch._foreach_norm(counted, dtype=wide)).square().sum()
+    return sum_values(total, mesh.join("pp", "fsdp", "cp", "tp")).sqrt()
+
+
+def clip(shards: Sequence[Shard], norm: float, max_norm: float) -> None:
+    """Scale the gradient down to ``max_norm`` if it is longer; 0 leaves it."""
+    if max_norm and norm > max_norm:
+        torch._foreach_mul_(gradients(shards), max_norm / norm)
+
+
+def refuse_non_finite(shards: Sequence[Shard], norm: float, step: int, lr: float, mesh: Mesh) -> None:
+    """Stop a step whose gradient norm is not finite, on every rank, with the first parameter that is to blame.
+
+    Raises:
+        NonFiniteGradient: on all ranks alike, before any update.
+    """
+    if norm == norm and abs(norm) != float("inf"):
+        return
+    bad = next((s.piece.name for s in shards if s.value.grad is not None and not s.value.grad.isfinite().all()), "")
+    mine = torch.zeros(NAME_BYTES, dtype=torch.uint8, device=mesh.device)
+    text = bad.encode()[:NAME_BYTES]
+    mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device=mesh.device)
+    names = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in gather_values(mine, mesh.world).tolist()]
+    where = next(((rank, name) for rank, name in enumerate(names) if name), None)
+    found = f"rank {where[0]}, parameter {where[1]}" if where else "the sum of finite gradients overflows"
+    raise NonFiniteGradient(
+        f"the gradient norm is {norm} at step {step} ({found}); nothing was updated. "
+        f"Lower optim.lr (now {lr:.3g}), raise optim.warmup_steps, or look at the step's data."
+    )

@@ -1,0 +1,42 @@
+"""A file, a function and the package stay small enough to read."""
+
+from __future__ import annotations
+
+import ast
+
+from tests.architecture.source import Module, package_modules
+
+FILE_LINES = 500
+FUNCTION_LINES = 75
+PACKAGE_LINES = 10_000
+
+
+def size_violations(module: Module) -> list[str]:
+    """The file and each function of it that is too long."""
+    lines = len(module.text.splitlines())
+    found = [f"{module.at(1)} has {lines} lines, not under {FILE_LINES}"] if lines >= FILE_LINES else []
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length >= FUNCTION_LINES:
+                found.append(f"{module.at(node.lineno)} {node.name} has {length} lines, not under {FUNCTION_LINES}")
+    return found
+
+
+def package_violations(modules: list[Module]) -> list[str]:
+    """The package, if it is too long."""
+    lines = sum(len(module.text.splitlines()) for module in modules)
+    return [f"the package has {lines} lines, not under {PACKAGE_LINES}"] if lines >= PACKAGE_LINES else []
+
+
+def test_files_and_functions():
+    modules = package_modules()
+    assert [line for module in modules for line in size_violations(module)] == []
+    assert package_violations(modules) == []
+
+
+def test_sizes_can_fail():
+    assert size_violations(Module("ops/a.py", "x = 1\n" * 500))
+    assert size_violations(Module("ops/a.py", "class A:\n    async def f(self):\n" + "        x = 1\n" * 74))
+    assert size_violations(Module("ops/a.py", "def f():\n" + "    x = 1\n" * 73)) == []
+    assert package_violations([Module("ops/a.py", "x = 1\n" * 499)] * 21)
