@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
+pytest_plugins = ["tests.pools"]
+
 SHAPE_CHECKED = ["fivefold.ops", "fivefold.layers"]
 TIME_LIMIT_S = 120
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.layers.microbatch import MicroBatch
@@ -28,15 +30,25 @@ def replace_parameters(part: nn.Module, values: Mapping[str, Tensor]) -> None:
         part.get_submodule(place).register_parameter(name, attach(new, spec_of(old)))
 
 
+def local_slice(whole: Tensor, p: nn.Parameter) -> Tensor:
+    """The part of ``whole`` that this rank's ``p`` is, with zeros where it is padded."""
+    spec = spec_of(p)
+    for dim, (start, size) in enumerate(zip(spec.offset, p.shape, strict=True)):
+        part = whole.narrow(dim, min(start, whole.shape[dim]), max(0, min(size, whole.shape[dim] - start)))
+        padding = [0] * (2 * (whole.ndim - dim) - 1) + [size - part.shape[dim]]
+        whole = F.pad(part, padding)
+    return whole
+
+
 def materialise(parts: Mapping[str, nn.Module], run: Run, seed: int = 0, dtype: torch.dtype = torch.float64) -> None:
     """Give the parts of one rank real parameters with their initial values."""
     for part_name, part in parts.items():
         values = {}
         for path, p in part.named_parameters():
             spec = spec_of(p)
-            index = torch.arange(p.numel()).view(spec.global_shape)
+            index = torch.arange(math.prod(spec.global_shape)).view(spec.global_shape)
             whole = initial_values(spec.init, seed, spec.init_name or f"{part_name}.{path}", index)
-            values[path] = whole.to(dtype=dtype, device=run.mesh.device)
+            values[path] = local_slice(whole, p).to(dtype=dtype, device=run.mesh.device)
         replace_parameters(part, values)
 
 

@@ -26,14 +26,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from ..config.errors import ConfigError
 
-from fivefold.config.errors import ConfigError
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 LOST_PEER: Final = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket Timeout|remote process exited")
 """What gloo and NCCL say when another rank is gone: never the first cause when there is another error."""
@@ -94,6 +92,10 @@ def launch(
     if world == 1:
         _alone(function, args)
         return
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
     logs.mkdir(parents=True, exist_ok=True)
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
@@ -127,6 +129,8 @@ def launch(
 
 def as_rank(function: Callable[..., None], args: Sequence[Any]) -> None:
     """Call ``function(*args)`` in this process, a rank that ``torchrun`` started and is told of an error."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     record(function)(*args)
 
 
@@ -164,6 +168,8 @@ def _rank(function: Callable[..., None], args: Sequence[Any], logs: str, forked:
         _redirect(Path(logs) / f"rank{rank}.txt")
     try:
         if forked is not None:
+            import torch
+
             torch.set_num_threads(1)
             forked.wait()
         function(*args)

@@ -5,28 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from ..config.errors import ConfigError, nearest
+from ..config.parts import DataConfig
 from .tokenfile import INDEX, TokenFile
 
 
-class DataFields(Protocol):
-    """The fields of ``DataConfig`` that say what is read."""
-
-    @property
-    def files(self) -> tuple[str, ...]: ...
-    @property
-    def weights(self) -> tuple[float, ...]: ...
-    @property
-    def dir(self) -> str: ...
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def sequence_length(self) -> int: ...
-
-
-def locate(data: DataFields) -> tuple[Path, ...]:
+def locate(data: DataConfig) -> tuple[Path, ...]:
     """The folder of each token file: a set prepared under ``dir``, or else the path itself."""
     return tuple(
         Path(name)
@@ -36,7 +21,7 @@ def locate(data: DataFields) -> tuple[Path, ...]:
     )
 
 
-def open_files(data: DataFields) -> tuple[TokenFile, ...]:
+def open_files(data: DataConfig) -> tuple[TokenFile, ...]:
     """The token files of a run, open.
 
     Raises:
@@ -45,7 +30,7 @@ def open_files(data: DataFields) -> tuple[TokenFile, ...]:
     return tuple(map(TokenFile.open, locate(data)))
 
 
-def problems(data: DataFields, vocab_size: int) -> list[str]:
+def problems(data: DataConfig, vocab_size: int) -> list[str]:
     """Everything about the data that would stop a run of a model with ``vocab_size`` tokens, one message each."""
     found = _bad_weights(data)
     if not data.files:
@@ -92,7 +77,7 @@ def _bad_file(name: str, file: TokenFile, rows: int, sequence_length: int, vocab
     return found
 
 
-def _bad_weights(data: DataFields) -> list[str]:
+def _bad_weights(data: DataConfig) -> list[str]:
     found = []
     if data.weights and len(data.weights) != len(data.files):
         found.append(
@@ -104,7 +89,7 @@ def _bad_weights(data: DataFields) -> list[str]:
     return found
 
 
-def _missing(name: str, data: DataFields) -> str:
+def _missing(name: str, data: DataConfig) -> str:
     """Say that a token file is not there, and how to make it or what it may have meant."""
     prepared = sorted(path.name for path in Path(data.dir).glob("*") if _is_token_file(path))
     command = f"`fivefold prepare {name if name == 'stdlib' else 'SOURCE'} --out {Path(data.dir) / name}`"

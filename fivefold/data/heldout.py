@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .rows import Rows, Stream, concatenate
+from .rows import Rows, Stream, join
 from .tokenfile import TokenFile
 
 
@@ -17,8 +17,8 @@ class Heldout:
     ignored targets. Bits per byte is the summed loss in nats over all rows, divided by ``log(2) * n_bytes``.
     """
 
-    def __init__(self, files: Sequence[TokenFile], sequence_length: int, limit_rows: int | None = None) -> None:
-        """``limit_rows`` keeps the first whole documents of each file, as many as come closest to so many rows in all."""
+    def __init__(self, files: Sequence[TokenFile], sequence_length: int, limit_rows: int = 0) -> None:
+        """``limit_rows`` keeps the first whole documents of each file, about so many rows in all."""
         self._sequence_length = sequence_length
         self._streams: list[Stream] = []
         self.n_documents = 0
@@ -27,7 +27,7 @@ class Heldout:
         for file in files:
             first, stop = file.index.n_training_documents, file.n_documents
             start = file.n_training_tokens
-            if limit_rows is not None and total:
+            if limit_rows and total:
                 wanted = start + 1 + limit_rows * sequence_length * (file.n_tokens - start) // total
                 stop = min(max(_nearest(file, wanted), first + 1), stop)  # one of each file that has any
             self._streams.append(Stream(file, start, int(file.starts[stop])))
@@ -46,7 +46,7 @@ class Heldout:
             self._streams[i].rows(number[source == i] - first[i], self._sequence_length)
             for i in (np.unique(source) if len(number) else [self._last])
         ]
-        return concatenate(parts)
+        return join(parts)
 
     @property
     def _last(self) -> int:

@@ -6,8 +6,8 @@ import contextlib
 import fcntl
 import multiprocessing
 import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import count
 from pathlib import Path
@@ -159,15 +159,6 @@ def _tokenizer_texts(request: Request, job: Job) -> Iterator[str]:
                 return
 
 
-class _Inline(Executor):
-    """Runs each call at once, in this process."""
-
-    def submit(self, fn: Callable[..., Outcome], /, *args: object, **kwargs: object) -> Future[Outcome]:  # type: ignore[override]
-        future: Future[Outcome] = Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
-
-
 def _encode_all(request: Request, job: Job, console: Console) -> int:
     """Encode every shard that no earlier run has finished, and return how many make up the token file."""
     finished = _finished_first(job) if request.hub else []  # files are cheap to pass over, a stream is not
@@ -180,9 +171,8 @@ def _encode_all(request: Request, job: Job, console: Console) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress, _pool(request) as pool:
         bar = progress.add_task("Encoding", total=total)
-        for outcome in _outcomes(
-            pool, job, _shards(request, [outcome.n_read for outcome in finished]), 2 * request.n_workers
-        ):
+        shards = _shards(request, [outcome.n_read for outcome in finished])
+        for outcome in _outcomes(pool, job, shards, request.n_workers + 1):
             tally.add(outcome)
             done = tally.n_tokens if request.tokens else tally.n_bytes
             progress.update(bar, completed=done, description=f"Encoded {tally.n_tokens:,} tokens")
@@ -205,7 +195,8 @@ def _finished_first(job: Job) -> list[Outcome]:
 def _pool(request: Request) -> Iterator[Executor]:
     """Processes to encode in; when something goes wrong, what has not begun is dropped."""
     if request.n_workers == 1:
-        yield _Inline()
+        with ThreadPoolExecutor(1) as pool:
+            yield pool
         return
     # Spawned, not forked: the tokenizer's threads do not survive a fork.
     spawn = multiprocessing.get_context("spawn")

@@ -85,25 +85,8 @@ class Stream:
         return first
 
 
-def concatenate(parts: list[Rows]) -> Rows:
-    """Rows one after another."""
-    if len(parts) == 1:
-        return parts[0]
-    return Rows(
-        tokens=np.concatenate([part.tokens for part in parts]),
-        targets=np.concatenate([part.targets for part in parts]),
-        positions=np.concatenate([part.positions for part in parts]),
-        documents=np.concatenate([part.documents for part in parts]),
-        single_document=all(part.single_document for part in parts),
-    )
-
-
-def take(rows: Rows, order: NDArray[np.int64]) -> Rows:
-    """Rows in another order."""
-    return Rows(
-        tokens=rows.tokens[order],
-        targets=rows.targets[order],
-        positions=rows.positions[order],
-        documents=rows.documents[order],
-        single_document=rows.single_document,
-    )
+def join(parts: list[Rows], order: NDArray[np.int64] | slice = slice(None)) -> Rows:
+    """Rows one after another, then in another order."""
+    names = ("tokens", "targets", "positions", "documents")
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts])[order] for name in names}
+    return Rows(**arrays, single_document=all(part.single_document for part in parts))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from .heldout import Heldout
 from .mixture import Mixture
 from .permutation import permute
-from .rows import Rows, Stream, concatenate, take
+from .rows import Rows, Stream, join
 from .tokenfile import TokenFile
 
 SOURCE_SHIFT = 48  # a sample id is the source in the upper bits and the row in the lower 48
@@ -27,18 +27,28 @@ class Sampler:
     """
 
     def __init__(
-        self, files: Sequence[TokenFile], weights: Sequence[float], sequence_length: int, batch_size: int, seed: int
+        self,
+        files: Sequence[TokenFile],
+        weights: Sequence[float],
+        sequence_length: int,
+        batch_size: int,
+        seed: int,
+        eval_rows: int = 0,
     ) -> None:
-        """``weights``, one a file, are shares of samples; empty takes them in proportion to rows."""
-        self.sequence_length = sequence_length
-        self.batch_size = batch_size
-        self.seed = seed
-        self.heldout = Heldout(files, sequence_length)
-        self._files = tuple(files)
+        """Sample ``files``, each of at least one row.
+
+        Args:
+            weights: each file's share of samples; empty takes them in proportion to rows.
+            eval_rows: about how many held-out rows to keep, in whole documents; 0 keeps all.
+        """
+        self.sequence_length, self.batch_size, self.seed = sequence_length, batch_size, seed
         self._streams = [Stream(file, 0, file.n_training_tokens) for file in files]
         self.n_rows = tuple(stream.n_targets // sequence_length for stream in self._streams)
         assert all(self.n_rows), "a file without a row of training tokens"
         self._mixture = Mixture(weights or self.n_rows)
+        self._heldout = Heldout(files, sequence_length, eval_rows)
+        self.n_heldout_rows = self._heldout.n_rows
+        self.n_heldout_bytes = self._heldout.n_bytes
 
     def ids(self, step: int) -> NDArray[np.int64]:
         """The sample ids of a step, counted from 1: file number times 2^48, plus row.
@@ -56,9 +66,7 @@ class Sampler:
         present = np.unique(source)
         groups = [np.flatnonzero(source == i) for i in present]
         parts = [self._streams[i].rows(row[group], self.sequence_length) for i, group in zip(present, groups)]
-        if len(parts) == 1:
-            return parts[0]
-        return take(concatenate(parts), np.argsort(np.concatenate(groups)))
+        return parts[0] if len(parts) == 1 else join(parts, np.argsort(np.concatenate(groups)))
 
     def _ids(self, step: int, start: int, stop: int) -> NDArray[np.int64]:
         assert step >= 1 and 0 <= start < stop <= self.batch_size
@@ -71,20 +79,6 @@ class Sampler:
             row[mine] = permute(index, self.n_rows[i], self.seed, i, epoch)
         return (source << SOURCE_SHIFT) | row
 
-    @property
-    def n_heldout_rows(self) -> int:
-        """Rows of the whole held-out split."""
-        return self.heldout.n_rows
-
-    @property
-    def heldout_bytes(self) -> int:
-        """UTF-8 bytes that the targets of the whole held-out split stand for."""
-        return self.heldout.n_bytes
-
     def heldout_rows(self, start: int, stop: int) -> Rows:
         """Rows ``[start, stop)`` of the held-out split; those past its end have only ignored targets."""
-        return self.heldout.rows(start, stop)
-
-    def heldout_limit(self, n_rows: int) -> Heldout:
-        """The first whole held-out documents that fit in about ``n_rows`` rows, with their exact bytes."""
-        return Heldout(self._files, self.sequence_length, n_rows)
+        return self._heldout.rows(start, stop)

@@ -26,8 +26,7 @@ class Synthetic:
             batch_size,
             seed,
         )
-        self.n_heldout_rows = batch_size
-        self.n_heldout_bytes = batch_size * sequence_length
+        self.heldout = SyntheticHeldout(self)
 
     def rows(self, step: int, start: int, stop: int) -> Rows:
         """Sequences ``[start, stop)`` of a step's batch, steps counted from 1; step 0 is the held-out split."""
@@ -35,10 +34,6 @@ class Synthetic:
         tokens, targets, positions, documents = (np.stack(column) for column in zip(*made, strict=True))
         return Rows(tokens=tokens, targets=targets, positions=positions, documents=documents,
                     single_document=not documents.any())  # fmt: skip
-
-    def heldout_rows(self, start: int, stop: int) -> Rows:
-        """Rows ``[start, stop)`` of the held-out split."""
-        return self.rows(0, start, stop)
 
     def _row(self, step: int, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         length = self.sequence_length
@@ -51,3 +46,17 @@ class Synthetic:
         first[1 + random.permutation(length - 1)[: index % 4]] = True
         at = np.arange(length)
         return ids[:-1], targets, at - np.maximum.accumulate(np.where(first, at, 0)), np.cumsum(first, dtype=np.int32)
+
+
+class SyntheticHeldout:
+    """A batch's worth of rows, each target standing for one byte."""
+
+    def __init__(self, source: Synthetic) -> None:
+        self._source, self.n_rows = source, source.batch_size
+        self.n_bytes = int((source.rows(0, 0, self.n_rows).targets != IGNORE).sum())
+
+    def rows(self, start: int, stop: int) -> Rows:
+        """Rows ``[start, stop)``; those past the end have only ignored targets."""
+        rows = self._source.rows(0, start, stop)
+        rows.targets[max(0, self.n_rows - start) :] = IGNORE
+        return rows

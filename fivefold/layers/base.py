@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, cast
 
+import torch
 from torch import nn
 
 from ..mesh.parameter import Init, parameter
@@ -15,6 +17,8 @@ class Layer(nn.Module):
     """A module whose ``SHARDING`` names, for each parameter, the axis that cuts each of its dims."""
 
     SHARDING: ClassVar[dict[str, tuple[str | None, ...]]] = {}
+    recomputes: ClassVar[bool] = True
+    """Whether, as a part, its activations may be computed again in backward."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -26,11 +30,22 @@ class Layer(nn.Module):
         """Where weight gradients wait while the schedule splits backward; None computes them at once."""
         return cast("WeightGradQueue | None", self.run.queue)
 
-    def declare(self, name: str, shape: tuple[int, ...], init: Init, *, pad: bool = False, decay: bool | None = None) -> None:
+    def declare(self, name: str, shape: tuple[int, ...], init: Init, *, pad: bool = False, decay: bool | None = None,
+                embedding: bool = False) -> None:  # fmt: skip
         """Make parameter ``name`` of the whole ``shape``, cut as ``SHARDING`` says.
 
         Raises:
             KeyError: if ``SHARDING`` does not name it.
         """
-        p = parameter(self.run.mesh, shape, self.SHARDING[name], init, pad=pad, decay=decay)
+        p = parameter(self.run.mesh, shape, self.SHARDING[name], init, pad=pad, decay=decay, embedding=embedding)
         self.register_parameter(name, p)
+
+
+def inside(run: Run, name: str) -> AbstractContextManager[None]:
+    """While entered, the recorder reports under ``name`` inside the module it reports under now.
+
+    Nothing in a compiled graph: there the name of each block would be a constant of a graph of its own.
+    """
+    if not run.recorder.on or torch.compiler.is_compiling():
+        return nullcontext()
+    return run.recorder.at(module=f"{run.recorder.scope.module}.{name}".lstrip("."))

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..mesh.run import Run
+from .base import inside
 from .gqa import GroupedQueryAttention
 from .microbatch import MicroBatch
 from .mla import LatentAttention
@@ -23,10 +24,10 @@ class Block(nn.Module):
     Source: Xiong 2020, arXiv 2002.04745 (norm before each sub-layer).
     """
 
-    def __init__(self, run: Run, name: str, dim: int, eps: float, attention: GroupedQueryAttention | LatentAttention,
+    def __init__(self, run: Run, dim: int, eps: float, attention: GroupedQueryAttention | LatentAttention,
                  ffn: SwiGLU | MoE) -> None:  # fmt: skip
         super().__init__()
-        self.run, self.name = run, name
+        self.run = run
         self.attention_norm = RMSNorm(run, dim, eps)
         self.attention = attention
         self.ffn_norm = RMSNorm(run, dim, eps)
@@ -37,8 +38,8 @@ class Block(nn.Module):
         self.attention.prepare(mb)
 
     def forward(self, x: Float[Tensor, "B T_tp D"], mb: MicroBatch) -> Float[Tensor, "B T_tp D"]:
-        with self.run.recorder.at(module=f"{self.name}.attention"):
+        with inside(self.run, "attention"):
             x = x + self.attention(self.attention_norm(x), mb)
-        with self.run.recorder.at(module=f"{self.name}.ffn"):
+        with inside(self.run, "ffn"):
             h = self.ffn_norm(x)
             return x + (self.ffn(h, mb) if isinstance(self.ffn, MoE) else self.ffn(h))

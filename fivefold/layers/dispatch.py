@@ -6,7 +6,7 @@ Letters: N tokens of this rank, K experts per token, M rows at this rank's exper
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
@@ -70,18 +70,44 @@ class LocalDispatcher:
     def dispatch(
         self, x: Float[Tensor, "N D"], route: Route, weights: Float[Tensor, "N K"] | None = None
     ) -> Float[Tensor, "M D"]:
-        k = route.experts.shape[1]
-        rows = x.index_select(0, route.order // k)
-        return rows if weights is None else _weigh(rows, weights.flatten()[route.order])
+        rows = _Spread.apply(x, route.order, route.place, route.experts.shape[1])
+        return rows if weights is None else (rows * weights.flatten()[route.order, None]).to(rows.dtype)
 
     def combine(
         self, rows: Float[Tensor, "M D"], route: Route, weights: Float[Tensor, "N K"] | None = None
     ) -> Float[Tensor, "N D"]:
-        n, k = route.experts.shape
-        if weights is not None:
-            rows = _weigh(rows, weights.flatten()[route.order])
-        return rows.new_zeros(n, rows.shape[1]).index_add(0, route.order // k, rows)
+        rows = _Permute.apply(rows, route.place, route.order).unflatten(0, (-1, route.experts.shape[1]))  # [N, K, D]
+        return rows.sum(1) if weights is None else torch.bmm(weights[:, None].to(rows.dtype), rows)[:, 0]
 
 
-def _weigh(rows: Tensor, weights: Tensor) -> Tensor:
-    return (rows * weights[:, None]).to(rows.dtype)
+# Both ways only read rows, so sums have one order on any device and nothing is added atomically; autograd's own
+# gradient of a gather is a scatter.
+
+
+class _Spread(torch.autograd.Function):
+    """K copies of each row, at their places: ``x[order // K]``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.k = k
+        return x.index_select(0, order // k)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (place,) = ctx.saved_tensors
+        return gradients[0].index_select(0, place).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """``x[index]`` where ``index`` is a permutation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return gradients[0].index_select(0, inverse), None, None

@@ -25,17 +25,19 @@ class Embedding(Layer):
     """
 
     SHARDING = {"weight": ("tp", None)}
+    recomputes = False  # there is nothing to keep but token ids
+    backward_uses_parameters = False  # only which rows were read
     weight: nn.Parameter
 
     def __init__(self, run: Run, vocab_size: int, dim: int, init: Init) -> None:
         super().__init__(run)
-        self.declare("weight", (vocab_size, dim), init, pad=True)
+        self.declare("weight", (vocab_size, dim), init, pad=True, embedding=True)
 
     def forward(self, x: None, mb: MicroBatch) -> Float[Tensor, "B T_tp D"]:
         if self.tp.size == 1:
             return F.embedding(mb.tokens, self.weight)
         rows = self.weight.shape[0]
-        row = mb.tokens - self.tp.rank * rows                   # I             [B, T]
+        row = mb.tokens - self.tp.rank * rows  # I             [B, T]
         elsewhere = (row < 0) | (row >= rows)
         y = F.embedding(row.clamp(0, rows - 1), self.weight).masked_fill(elsewhere[..., None], 0)  # P [B, T, D]
-        return reduce_scatter(y, self.tp, dim=1)                # P -> S(1)     [B, T/tp, D]
+        return reduce_scatter(y, self.tp, dim=1)  # P -> S(1)     [B, T/tp, D]

@@ -32,7 +32,9 @@ class GroupedQueryAttention(Layer):
     v: nn.Parameter
     out: nn.Parameter
 
-    def __init__(self, run: Run, config: GqaConfig, dim: int, rope: Rope, context: ContextAttention, init: InitRule) -> None:
+    def __init__(
+        self, run: Run, config: GqaConfig, dim: int, rope: Rope, context: ContextAttention, init: InitRule
+    ) -> None:
         super().__init__(run)
         self.width, self.rope, self.context = config.head_dim, rope, context
         self.scale = config.head_dim**-0.5 * rope.softmax_multiplier
@@ -48,11 +50,11 @@ class GroupedQueryAttention(Layer):
 
     def forward(self, x: Float[Tensor, "B T_tp D"], mb: MicroBatch) -> Float[Tensor, "B T_tp D"]:
         queue, heads = self.queue, (-1, self.width)
-        x = all_gather(x, self.tp, dim=1)                              # S(1) -> R     [B, T, D]
-        tables = self.rope.tables(mb, x.dtype)                         # I             [B, T, E/2]
+        x = all_gather(x, self.tp, dim=1)  # S(1) -> R     [B, T, D]
+        tables = self.rope.tables(mb, x.dtype)  # I             [B, T, E/2]
         q = self.rope.turn(linear(x, self.q, queue).unflatten(-1, heads), tables)  # S(2)  [B, T, H/tp, E]
         k = self.rope.turn(linear(x, self.k, queue).unflatten(-1, heads), tables)  # S(2)  [B, T, G/tp, E]
-        v = linear(x, self.v, queue).unflatten(-1, heads)              # S(2)          [B, T, G/tp, E]
-        y = self.context.attend(q, k, v, mb, self.scale)               # S(2)          [B, T, H/tp, E]
-        y = linear(y.flatten(2), self.out, queue)                      # P             [B, T, D]
-        return reduce_scatter(y, self.tp, dim=1)                       # P -> S(1)     [B, T/tp, D]
+        v = linear(x, self.v, queue).unflatten(-1, heads)  # S(2)          [B, T, G/tp, E]
+        y = self.context.attend(q, k, v, mb, self.scale)  # S(2)          [B, T, H/tp, E]
+        y = linear(y.flatten(2), self.out, queue)  # P             [B, T, D]
+        return reduce_scatter(y, self.tp, dim=1)  # P -> S(1)     [B, T/tp, D]

@@ -33,14 +33,17 @@ class Head(Layer):
     """
 
     SHARDING = {"weight": ("tp", None)}
+    recomputes = False  # the loss computes its gradients in the forward already
 
-    def __init__(self, run: Run, vocab_size: int, dim: int, eps: float, init: Init, embedding: Embedding | None = None) -> None:  # fmt: skip
+    def __init__(self, run: Run, vocab_size: int, dim: int, eps: float, init: Init,
+                 embedding: Embedding | None = None) -> None:  # fmt: skip
         super().__init__(run)
         self.vocab_size = vocab_size
         self.norm = RMSNorm(run, dim, eps)
         self._embedding = (embedding,)  # in a tuple: registered here too, its weight would be two parameters
+        self.uses_parameters_of = () if embedding is None else ("embed",)
         if embedding is None:
-            self.declare("weight", (vocab_size, dim), init, pad=True)
+            self.declare("weight", (vocab_size, dim), init, pad=True, embedding=True)
 
     @property
     def matrix(self) -> nn.Parameter:
@@ -49,10 +52,10 @@ class Head(Layer):
         return self.get_parameter("weight") if embedding is None else embedding.weight
 
     def forward(self, x: Float[Tensor, "B T_tp D"], mb: MicroBatch) -> Float[Tensor, ""] | Float[Tensor, "B T V"]:
-        """The loss, P over ``ddp``, ``fsdp`` and ``cp`` and I over ``tp``, in float32 at least; or logits, I over ``tp``."""
-        x = all_gather(self.norm(x), self.tp, dim=1)                        # S(1) -> R     [B, T, D]
+        """The loss in float32 at least, P over ``ddp``, ``fsdp`` and ``cp``, I over ``tp``; or logits, I over ``tp``."""
+        x = all_gather(self.norm(x), self.tp, dim=1)  # S(1) -> R     [B, T, D]
         if mb.targets is None:
-            logits = linear(x, self.matrix, self.queue)                     # S(2)          [B, T, V/tp]
+            logits = linear(x, self.matrix, self.queue)  # S(2)          [B, T, V/tp]
             return all_gather(logits, self.tp, dim=2, to="I")[..., : self.vocab_size]
         rows = self.matrix.shape[0]
         loss = chunked_cross_entropy(

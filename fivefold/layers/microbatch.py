@@ -24,7 +24,7 @@ class MicroBatch:
     """Place of each token in its document ``[B, T]`` int64."""
     documents: Tensor | None
     """Number of each token's document in its row ``[B, T]`` int32; None where every row is one document."""
-    n_targets: Tensor | int | float  # noqa: PYI041 (tests check types strictly: an int is no float)
+    n_targets: Tensor | int | float
     """Targets that count in the whole global batch: what the loss is divided by."""
     n_sequences: int
     """Sequences of the whole global batch: what the balance loss is divided by."""

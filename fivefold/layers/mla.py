@@ -26,7 +26,7 @@ from .rope import Rope, shard_tables
 
 
 def gather_together(tensors: Sequence[Tensor], axis: Axis) -> Sequence[Tensor]:
-    """Several token shards ``[B, T_tp, *]``, S(1) -> R, in one all-gather: on small tensors a call costs more than its bytes."""
+    """Token shards ``[B, T_tp, *]``, S(1) -> R, in one all-gather: for small tensors the call is what costs."""
     if axis.size == 1:
         return tensors
     whole = all_gather(torch.cat(list(tensors), -1), axis, dim=1)
@@ -49,7 +49,9 @@ class LatentAttention(Layer):
     kv_up: nn.Parameter
     out: nn.Parameter
 
-    def __init__(self, run: Run, config: MlaConfig, dim: int, rope: Rope, context: ContextAttention, init: InitRule) -> None:
+    def __init__(
+        self, run: Run, config: MlaConfig, dim: int, rope: Rope, context: ContextAttention, init: InitRule
+    ) -> None:
         super().__init__(run)
         c = self.config = config
         self.rope, self.context = rope, context
@@ -73,20 +75,21 @@ class LatentAttention(Layer):
 
     def forward(self, x: Float[Tensor, "B T_tp D"], mb: MicroBatch) -> Float[Tensor, "B T_tp D"]:
         c, queue = self.config, self.queue
-        tables = self.rope.tables(mb, x.dtype)                                       # I     [B, T, R/2]
+        tables = self.rope.tables(mb, x.dtype)  # I     [B, T, R/2]
         latent, key = linear(x, self.kv_down, queue).split([c.kv_rank, c.rope_dim], -1)  # S(1)  [B, T/tp, L], [.., R]
         latent = self.kv_norm(latent)
         key = self.rope.turn(key[:, :, None], shard_tables(tables, self.tp))[:, :, 0]
-        source = self.q_norm(linear(x, self.q_down, queue)) if c.q_rank else x        # S(1)  [B, T/tp, Q or D]
-        source, latent, key = gather_together((source, latent, key), self.tp)         # S(1) -> R  [B, T, .]
+        source, q_matrix = x, self.get_parameter("q_up" if c.q_rank else "q")
+        if c.q_rank:
+            source = self.q_norm(linear(x, self.get_parameter("q_down"), queue))  # S(1)  [B, T/tp, Q]
+        source, latent, key = gather_together((source, latent, key), self.tp)  # S(1) -> R  [B, T, .]
 
-        q = linear(source, self.q_up if c.q_rank else self.q, queue)                  # S(2)
-        q = q.unflatten(-1, (-1, c.nope_dim + c.rope_dim))                            # S(2)  [B, T, H/tp, N+R]
+        q = linear(source, q_matrix, queue).unflatten(-1, (-1, c.nope_dim + c.rope_dim))  # S(2)  [B, T, H/tp, N+R]
         q_nope, q_rope = q.split([c.nope_dim, c.rope_dim], -1)
         q = torch.cat([q_nope, self.rope.turn(q_rope, tables)], -1)
         kv = linear(latent, self.kv_up, queue).unflatten(-1, (-1, c.nope_dim + c.v_dim))  # S(2)  [B, T, H/tp, N+V]
         k_nope, v = kv.split([c.nope_dim, c.v_dim], -1)
         k = torch.cat([k_nope, key[:, :, None].expand(-1, -1, k_nope.shape[2], -1)], -1)
-        y = self.context.attend(q, k, v, mb, self.scale)                              # S(2)  [B, T, H/tp, V]
-        y = linear(y.flatten(2), self.out, queue)                                     # P     [B, T, D]
-        return reduce_scatter(y, self.tp, dim=1)                                      # P -> S(1)  [B, T/tp, D]
+        y = self.context.attend(q, k, v, mb, self.scale)  # S(2)  [B, T, H/tp, V]
+        y = linear(y.flatten(2), self.out, queue)  # P     [B, T, D]
+        return reduce_scatter(y, self.tp, dim=1)  # P -> S(1)  [B, T/tp, D]

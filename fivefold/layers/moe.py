@@ -1,7 +1,7 @@
 """Mixture of experts: a router, shared experts, routed experts, and what keeps their load even.
 
-Letters: B sequences, T_tp tokens of a sequence on this rank's place of tp, N = B*T_tp, D width, E experts, K experts per
-token, F hidden width of an expert.
+Letters: B sequences, T_tp tokens of a sequence on this rank's place of tp, N = B*T_tp, D width, E experts, K experts
+of a token, M rows at this rank's experts, F hidden width of an expert.
 """
 
 from __future__ import annotations
@@ -61,7 +61,12 @@ class MoE(Layer):
     2.1.2 (bias, sequence-wise balance loss); ST-MoE, arXiv 2202.08906 (z-loss).
     """
 
-    SHARDING = {"router": (None, None), "gate": ("ep", "etp", None), "up": ("ep", "etp", None), "down": ("ep", None, "etp")}
+    SHARDING = {
+        "router": (None, None),
+        "gate": ("ep", "etp", None),
+        "up": ("ep", "etp", None),
+        "down": ("ep", None, "etp"),
+    }
     router: nn.Parameter
     gate: nn.Parameter
     up: nn.Parameter
@@ -71,7 +76,8 @@ class MoE(Layer):
     balance_loss: Tensor
     z_loss: Tensor
 
-    def __init__(self, run: Run, config: MoeConfig, dim: int, dispatcher: TokenDispatcher, init: InitRule, bias_rate: float) -> None:  # fmt: skip
+    def __init__(self, run: Run, config: MoeConfig, dim: int, dispatcher: TokenDispatcher, init: InitRule,
+                 bias_rate: float) -> None:  # fmt: skip
         super().__init__(run)
         self.config, self.dispatcher, self.bias_rate = config, dispatcher, bias_rate
         n, hidden, device = config.n_experts, config.expert_dim, run.mesh.device
@@ -88,8 +94,8 @@ class MoE(Layer):
 
     def forward(self, x: Float[Tensor, "B T_tp D"], mb: MicroBatch) -> Float[Tensor, "B T_tp D"]:
         c, queue = self.config, self.queue
-        tokens = x.flatten(0, 1)                                            # S(0), uneven use   [N, D]
-        logits = self._logits(tokens)                                       # [N, E]
+        tokens = x.flatten(0, 1)  # S over every axis that cuts tokens  [N, D]
+        logits = self._logits(tokens)  # [N, E]
         scores = routing.scores(logits, c.score)
         route, row_counts = self.run.once(lambda: self._route(scores.detach(), x.shape[0]))
         weights = routing.weights(scores, route.experts, c.normalise, c.route_scale)  # [N, K]
@@ -126,11 +132,15 @@ class MoE(Layer):
         if not c.balance_loss:
             return route, None
         counts = routing.choice_counts(experts.unflatten(0, (n_rows, -1)), c.n_experts)
-        return route, sum_values(counts, self.run.mesh.join("cp", "tp"))     # P -> I, without gradient
+        return route, sum_values(counts, self.run.mesh.join("cp", "tp"))  # P -> I, without gradient
 
-    def _losses(self, logits: Tensor, scores: Tensor, row_counts: Tensor | None, shape: torch.Size, mb: MicroBatch) -> Tensor:
-        """This rank's part of the balance loss, a mean over the sequences of the global batch, and of the z-loss, a mean
-        over its tokens: P over ``ddp``, ``fsdp``, ``cp`` and ``tp``."""
+    def _losses(
+        self, logits: Tensor, scores: Tensor, row_counts: Tensor | None, shape: torch.Size, mb: MicroBatch
+    ) -> Tensor:
+        """This rank's part of the balance loss (a mean over the global batch's sequences) and z-loss (over its tokens).
+
+        States: P over ``ddp``, ``fsdp``, ``cp`` and ``tp``.
+        """
         c, total = self.config, logits.new_zeros(())
         row_length = shape[1] * self.run.mesh.join("cp", "tp").size
         if row_counts is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..config.model import Llama3Config, RopeConfig, YarnConfig
 from ..mesh.axis import Axis
 from ..ops.rope import (
+    Layout,
     apply_rope,
     inverse_frequencies,
     llama3_frequencies,
@@ -45,7 +46,7 @@ class Rope:
     """
 
     def __init__(self, config: RopeConfig, dim: int) -> None:
-        self.layout = config.layout
+        self.layout: Layout = config.layout
         self.inverse_frequency = frequencies(config, dim)
         self.multiplier, self.softmax_multiplier = 1.0, 1.0
         if isinstance(config.scaling, YarnConfig):

@@ -35,7 +35,7 @@ class SwiGLU(Layer):
 
     def forward(self, x: Float[Tensor, "B T_tp D"]) -> Float[Tensor, "B T_tp D"]:
         q = self.queue
-        x = all_gather(x, self.tp, dim=1)                            # S(1) -> R     [B, T, D]
-        h = swiglu(linear(x, self.gate, q), linear(x, self.up, q))   # S(2)          [B, T, F/tp]
-        y = linear(h, self.down, q)                                  # P             [B, T, D]
-        return reduce_scatter(y, self.tp, dim=1)                     # P -> S(1)     [B, T/tp, D]
+        x = all_gather(x, self.tp, dim=1)  # S(1) -> R     [B, T, D]
+        h = swiglu(linear(x, self.gate, q), linear(x, self.up, q))  # S(2)          [B, T, F/tp]
+        y = linear(h, self.down, q)  # P             [B, T, D]
+        return reduce_scatter(y, self.tp, dim=1)  # P -> S(1)     [B, T/tp, D]

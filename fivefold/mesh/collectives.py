@@ -41,7 +41,7 @@ _LIBRARY = torch.library.Library("fivefold", "FRAGMENT")
 
 
 def _scope(axis: Axis) -> str:
-    """The scope of the call as text; empty when nobody records, and while tracing (then the scope at run time counts)."""
+    """The scope of the call as text; empty when nobody records, and in a trace: there the scope at run time counts."""
     if not axis.recorder.on or torch.compiler.is_compiling():
         return ""
     s = axis.recorder.scope
@@ -180,7 +180,7 @@ def _all_to_all(x: Tensor, axis: str, send: Sequence[int], receive: Sequence[int
 @_operator("all_gather_uneven", shape=lambda x, axis, counts, scope: _like(x, 0, sum(counts)))
 def _all_gather_uneven(x: Tensor, axis: str, counts: Sequence[int], scope: str) -> Tensor:
     a = find(axis)
-    copies = x.expand(a.size, *x.shape).reshape(a.size * x.shape[0], *x.shape[1:])
+    copies = x.expand(a.size, *x.shape).reshape(a.size * x.shape[0], *x.shape[1:]).contiguous()
     return transport.all_to_all(copies, a, [x.shape[0]] * a.size, counts, states="S(0)->R", op="all_gather_uneven",
                                 scope=_parse(scope)).wait()  # fmt: skip
 
@@ -208,7 +208,8 @@ def _shift(x: Tensor, axis: str, by: int, scope: str) -> Tensor:
 @_operator("reduce_values", shape=_same)
 def _reduce_values(x: Tensor, axis: str, op: str, scope: str) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
-    return transport.all_reduce(x, find(axis), op, scope=_parse(scope)).wait()
+    states = "P->I" if op == "sum" else f"{op}->I"
+    return transport.all_reduce(x, find(axis), op, states=states, scope=_parse(scope)).wait()
 
 
 # ---- their gradients -------------------------------------------------------------------------------------------------
@@ -224,13 +225,13 @@ def _shard_back(g: Tensor, axis: str, dim: int, of: str, scope: str) -> Tensor:
 
 def _broadcast_back(g: Tensor, axis: str, root: int, to: str, scope: str) -> Tensor:
     """Only the root's value was used."""
-    total = _all_reduce(g, axis, "I", scope) if to == "R" else g.clone()
+    total = _all_reduce(g, axis, "I", scope) if to == "R" else g
     return total if find(axis).rank == root else torch.zeros_like(total)
 
 
 _transpose("all_gather", _gather_back)
 _transpose("reduce_scatter", lambda g, axis, dim, scope: _all_gather(g, axis, dim, "R", scope))
-_transpose("all_reduce", lambda g, axis, to, scope: _all_reduce(g, axis, "R", scope) if to == "R" else g.clone())
+_transpose("all_reduce", lambda g, axis, to, scope: _all_reduce(g, axis, "R", scope) if to == "R" else g)
 _transpose("replicate", lambda g, axis, scope: _all_reduce(g, axis, "I", scope))
 _transpose("shard", _shard_back)
 _transpose("unshard", lambda g, axis, dim, scope: _shard(g, axis, dim, "R", scope))

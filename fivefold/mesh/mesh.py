@@ -1,4 +1,4 @@
-"""The ranks of a run read twice: as a dense mesh ``pp, ddp, fsdp, cp, tp`` and a sparse one ``pp, ddp, efsdp, ep, etp``."""
+"""The ranks of a run, read as a dense mesh ``pp, ddp, fsdp, cp, tp`` and a sparse one ``pp, ddp, efsdp, ep, etp``."""
 
 from __future__ import annotations
 

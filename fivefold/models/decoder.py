@@ -75,4 +75,4 @@ def _block(run: Run, config: DecoderConfig, init: InitRule, rope: Rope, name: st
         ffn = MoE(run, moe, config.dim, LocalDispatcher(moe.n_experts), init, rate)
     else:
         ffn = SwiGLU(run, config.dim, config.ffn_dim, init)
-    return Block(run, name, config.dim, config.norm_eps, attention, ffn)
+    return Block(run, config.dim, config.norm_eps, attention, ffn)

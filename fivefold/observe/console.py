@@ -6,7 +6,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from itertools import zip_longest
+from typing import Any, Self
 
 import rich.console
 from rich.panel import Panel
@@ -16,6 +17,8 @@ from rich.text import Text
 
 PACE_REPORTS = 20
 """Reports over which the pace behind the time left is measured."""
+REFRESH_S = 0.2
+"""Shortest time between two drawings of the bar. Each takes about a millisecond of the training process."""
 
 
 class _Terminal(rich.console.Console):
@@ -48,6 +51,7 @@ class Console:
         self._pace: deque[tuple[int, float]] = deque(maxlen=PACE_REPORTS)
         self._progress: Progress | None = None
         self._task = TaskID(0)
+        self._drawn = -math.inf
 
     def header(self, facts: Mapping[str, str]) -> None:
         """Print the run's facts, such as its model and layout."""
@@ -92,13 +96,19 @@ class Console:
         self.close()
         if not self.enabled:
             return
+        if self.plain:  # a log has no width: never cut what it says
+            rows = [header, *rows] if header else rows
+            widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+            lines = [f"{row[0]:<{widths[0]}}  " + "  ".join(map(str.rjust, row[1:], widths[1:])) for row in rows]
+            for line in [title, *lines] if title else lines:
+                self._line(line)
+            return
         table = Table(title=Text(title) if title else None, show_header=bool(header), title_justify="left")
         for i in range(max((len(row) for row in [header, *rows]), default=0)):
-            table.add_column(header[i] if i < len(header) else "", justify="right" if i else "left", no_wrap=self.plain)
+            table.add_column(header[i] if i < len(header) else "", justify="right" if i else "left")
         for row in rows:
             table.add_row(*map(Text, row))
-        width = None if not self.plain else 10_000  # a log has no width: never cut what it says
-        self._console.print(table, width=width, no_wrap=self.plain, crop=not self.plain, soft_wrap=self.plain)
+        self._console.print(table)
 
     def close(self) -> None:
         """End the progress bar, leaving it as it is. May be called again."""
@@ -106,7 +116,7 @@ class Console:
             self._progress.stop()
         self._progress = None
 
-    def __enter__(self) -> Console:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -131,13 +141,17 @@ class Console:
                 TextColumn("{task.fields[times]}", style="cyan", markup=False),
                 TextColumn("{task.fields[values]}", markup=False),
                 console=self._console,
+                auto_refresh=False,  # no thread beside training
             )
             self._task = self._progress.add_task("", total=self.steps, times="", values="")
-            self._progress.start()
         changed: dict[str, Any] = {"times": f"{duration(self._clock() - self._began)}<{self._left(step)}"}
         if values is not None:
             changed["values"] = describe(values, brief=True)
         self._progress.update(self._task, completed=step, **changed)
+        if values is not None or self._clock() - self._drawn >= REFRESH_S:
+            self._drawn = self._clock()
+            self._progress.start()  # nothing if it has; here, so that its first frame has something to show
+            self._progress.refresh()
 
 
 def duration(seconds: float) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-# Dense peak of matrix multiplication in TFLOP/s at boost clock, without structured sparsity. Vendors print sparse numbers
-# (twice these) for most. Columns:
-#   bf16   with fp32 accumulation; fp16 is the same on all of these but V100, T4 (which have no bf16)
+# Dense peak of matrix multiplication in TFLOP/s at boost clock, without structured sparsity (vendors mostly print the
+# sparse numbers, twice these). Columns:
+#   bf16   with fp32 accumulation; fp16 is the same on all of these
 #   tf32   float32 operands rounded to 19 bits (torch.set_float32_matmul_precision("high")); xf32 on AMD
 #   fp32   full float32, torch's default
 #   fp64   on tensor or matrix cores where there are any
@@ -19,8 +19,8 @@ _PEAKS: dict[str, tuple[float | None, float | None, float | None, float | None]]
     "gh200":                (989.4, 494.7, 66.9, 66.9),     # the GPU is an H100 SXM: NVIDIA GH200 datasheet
     "h200":                 (989.4, 494.7, 66.9, 66.9),     # NVIDIA H200 datasheet, SXM
     "h200 nvl":             (835.5, 417.5, 60.0, 60.0),     # NVIDIA H200 datasheet, NVL
-    "h100":                 (989.4, 494.7, 66.9, 66.9),     # NVIDIA H100 whitepaper v1.04, SXM5; its name is "H100 80GB HBM3"
-    "h100 pcie":            (756.0, 378.0, 51.2, 51.2),     # NVIDIA H100 whitepaper v1.04, PCIe
+    "h100":                 (989.4, 494.7, 66.9, 66.9),     # NVIDIA H100 whitepaper, SXM5: "H100 80GB HBM3"
+    "h100 pcie":            (756.0, 378.0, 51.2, 51.2),     # NVIDIA H100 whitepaper, PCIe
     "h100 nvl":             (835.5, 417.5, 60.0, 60.0),     # NVIDIA H100 datasheet, NVL
     "h800":                 (989.4, 494.7, 66.9, 1.0),      # NVIDIA H800 datasheet, SXM
     "h20":                  (148.0, 74.0, 44.0, 1.0),       # NVIDIA H20 datasheet
@@ -33,16 +33,15 @@ _PEAKS: dict[str, tuple[float | None, float | None, float | None, float | None]]
     "l40s":                 (362.1, 183.0, 91.6, 1.4),      # NVIDIA L40S datasheet
     "l40":                  (181.1, 90.5, 90.5, 1.4),       # NVIDIA L40 datasheet
     "l4":                   (121.0, 60.0, 30.3, 0.49),      # NVIDIA L4 datasheet
-    "v100 sxm2":            (None, None, 15.7, 7.8),        # NVIDIA V100 datasheet
-    "rtx 6000 ada":         (364.2, 182.1, 91.1, 1.4),      # NVIDIA Ada whitepaper v2.1, appendix
-    "rtx a6000":            (154.8, 77.4, 38.7, 0.6),       # NVIDIA GA102 whitepaper v2.1, appendix
-    "geforce rtx 5090":     (209.5, 104.8, 104.8, 1.64),    # NVIDIA RTX Blackwell whitepaper v1.1, fp32 accumulation
-    "geforce rtx 4090":     (165.2, 82.6, 82.6, 1.29),      # NVIDIA Ada whitepaper v2.1, fp32 accumulation
-    "geforce rtx 3090":     (71.0, 35.6, 35.6, 0.56),       # NVIDIA GA102 whitepaper v2.1, fp32 accumulation
+    "rtx 6000 ada":         (364.2, 182.1, 91.1, 1.4),      # NVIDIA Ada whitepaper
+    "rtx a6000":            (154.8, 77.4, 38.7, 0.6),       # NVIDIA GA102 whitepaper
+    "geforce rtx 5090":     (209.5, 104.8, 104.8, 1.64),    # NVIDIA RTX Blackwell whitepaper, fp32 accumulation
+    "geforce rtx 4090":     (165.2, 82.6, 82.6, 1.29),      # NVIDIA Ada whitepaper, fp32 accumulation
+    "geforce rtx 3090":     (71.0, 35.6, 35.6, 0.56),       # NVIDIA GA102 whitepaper, fp32 accumulation
     "mi355x":               (2516.6, None, 157.3, 78.6),    # AMD Instinct MI355X datasheet; CDNA 4 dropped xf32
     "mi325x":               (1307.4, 653.7, 163.4, 163.4),  # AMD Instinct MI325X datasheet
     "mi300x":               (1307.4, 653.7, 163.4, 163.4),  # AMD Instinct MI300X datasheet
-    "mi250x":               (191.5, None, 47.9, 47.9),      # AMD Instinct MI250X datasheet, one of two dies: torch's device
+    "mi250x":               (191.5, None, 47.9, 47.9),      # AMD Instinct MI250X datasheet; torch's device is a half
 }  # fmt: skip
 _COLUMNS = {"bfloat16": 0, "float16": 0, "tfloat32": 1, "float32": 2, "float64": 3}
 # A word that makes another device of the same number: a slice, a laptop's, a smaller or larger one.

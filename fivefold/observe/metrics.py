@@ -87,9 +87,9 @@ def _finite(value: Any) -> Any:
 class WandbReporter:
     """Logs to a Weights & Biases run, every number under its joined name. The caller imports the library."""
 
-    def __init__(self, wandb: ModuleType | Any, *, project: str, run_name: str, config: Mapping[str, object],
+    def __init__(self, wandb: ModuleType, project: str, run_name: str, config: Mapping[str, object],
                  folder: str | Path) -> None:  # fmt: skip
-        self._run = wandb.init(project=project, name=run_name, config=dict(config), dir=str(folder))
+        self._run: Any = wandb.init(project=project, name=run_name, config=dict(config), dir=str(folder))
 
     def report(self, step: int, values: Mapping[str, object]) -> None:
         self._run.log(dict(scalars(values)), step=step)

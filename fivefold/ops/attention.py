@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+# Devices whose kernels give 0, and no NaN gradient, for a query that may attend no key. Some CUDA kernels give NaN.
+_KEYLESS_IS_ZERO = ("cpu", "meta")
+
 
 def document_mask(
     positions_q: Int[Tensor, "B T"],
@@ -49,6 +52,10 @@ def attention(
         # No memory-saving CUDA kernel takes both a mask and grouped queries.
         k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
         grouped = False
+    keyless = None
+    if mask is not None and q.device.type not in _KEYLESS_IS_ZERO:
+        keyless = ~mask.any(-1)
+        mask = mask | keyless[..., None]  # such a query attends everything, and what it gets is dropped below
     if q.device.type == "cpu" and value_width != width:
         # The fused CPU kernel wants one width: zeros change no score, and add only zero columns to the result.
         pad = abs(width - value_width)
@@ -65,4 +72,5 @@ def attention(
         scale=scale,
         enable_gqa=grouped,
     )
-    return out.transpose(1, 2)[..., :value_width]
+    out = out.transpose(1, 2)[..., :value_width]
+    return out if keyless is None else out.masked_fill(keyless[..., None, None], 0)

@@ -71,7 +71,7 @@ def _weight_gradient(grad: Tensor, x: Tensor, ends: Tensor, counts: list[int] | 
         return x.new_empty(shape)
     if _fused(grad, x):
         out = functional.grouped_mm(grad.t(), x, offs=ends)
-        # Nothing promises that an expert without rows is written at all: uninitialised memory would be its gradient.
+        # Some kernels leave an expert without rows as the memory was (pytorch/pytorch#172439).
         if counts is None:
             rows = torch.diff(ends, prepend=ends.new_zeros(1))
             return out.masked_fill_((rows == 0)[:, None, None], 0)

@@ -19,7 +19,8 @@ from ..config.errors import ConfigError
 from ..config.run import RunConfig
 from ..data.synthetic import Synthetic
 from ..mesh.mesh import Mesh
-from ..mesh.pool import Context, Pool
+from ..mesh.pool import Pool
+from ..mesh.pool_worker import RankContext
 from ..train.batch import Batches
 from ..train.state import TrainState, build_state
 from ..train.step import train_step
@@ -140,7 +141,7 @@ def first_difference(outcome: Outcome, oracle: Outcome, tolerance: float) -> str
     return None
 
 
-def verify_rank(context: Context, config: RunConfig, steps: int, tolerance: float) -> Report | None:
+def verify_rank(context: RankContext, config: RunConfig, steps: int, tolerance: float) -> Report | None:
     """One rank's part of comparing ``config`` with one rank; rank 0 runs the oracle and judges.
 
     Only when something differs are both run again, for a step, with every part watched.
@@ -164,7 +165,7 @@ def verify_rank(context: Context, config: RunConfig, steps: int, tolerance: floa
     return report
 
 
-def _oracle(context: Context, config: RunConfig, steps: int) -> Outcome:
+def _oracle(context: RankContext, config: RunConfig, steps: int) -> Outcome:
     """The one-rank run, kept for the next layout of the same configuration."""
     plain = one_rank(config)
     key = f"{plain.model_dump_json()} {steps}"
@@ -185,8 +186,13 @@ def check_verifiable(config: RunConfig) -> None:
                            f"Use one of {', '.join(TOLERANCE)}."])  # fmt: skip
 
 
+def forked_pool(world: int) -> Pool:
+    """Ranks forked from this process; ten minutes for one layout."""
+    return Pool(world, timeout_s=600, method="fork")
+
+
 def verify(config: RunConfig, layouts: Sequence[str], *, tolerance: float | None = None,
-           progress: Callable[[Report], None] | None = None, timeout_s: float = 300) -> list[Report]:  # fmt: skip
+           progress: Callable[[Report], None] | None = None, pools: Callable[[int], Pool] = forked_pool) -> list[Report]:  # fmt: skip
     """Compare each layout of ``config`` with one rank, layouts of one size in one pool of local processes.
 
     Args:
@@ -194,7 +200,8 @@ def verify(config: RunConfig, layouts: Sequence[str], *, tolerance: float | None
         layouts: layout strings.
         tolerance: largest error that passes; by default that of the dtype.
         progress: called with each report as it comes.
-        timeout_s: limit for one layout, in seconds.
+        pools: makes the pool of so many ranks; by default forked from this process, which must not have run a torch
+            operator yet.
 
     Raises:
         ConfigError: if a layout or the dtype cannot be verified.
@@ -204,14 +211,11 @@ def verify(config: RunConfig, layouts: Sequence[str], *, tolerance: float | None
     cases = [config.model_copy(update={"parallel": str(ParallelDims.parse(layout))}) for layout in layouts]
     reports: dict[int, Report] = {}
     for world in sorted({c.dims.world for c in cases}):
-        with Pool(world, timeout_s=timeout_s) as pool:
-            for i, case in enumerate(cases):
-                if case.dims.world == world:
-                    report = pool.run(verify_rank, case, config.train.steps, limit)[0]
-                    assert isinstance(report, Report)
-                    reports[i] = report
-                    if progress:
-                        progress(reports[i])
+        with pools(world) as pool:
+            for i in (i for i, c in enumerate(cases) if c.dims.world == world):
+                reports[i] = pool.run(verify_rank, cases[i], config.train.steps, limit)[0]
+                if progress:
+                    progress(reports[i])
     return [reports[i] for i in range(len(cases))]
 
 

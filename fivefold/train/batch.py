@@ -22,7 +22,14 @@ class Source(Protocol):
 
     def rows(self, step: int, start: int, stop: int) -> Rows: ...
 
-    def heldout_rows(self, start: int, stop: int) -> Rows: ...
+
+class Heldout(Protocol):
+    """Rows kept for evaluation, those past the end counting nothing, and the bytes of text their targets stand for."""
+
+    n_rows: int
+    n_bytes: int
+
+    def rows(self, start: int, stop: int) -> Rows: ...
 
 
 @dataclass(frozen=True)

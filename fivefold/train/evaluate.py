@@ -9,7 +9,7 @@ import torch
 
 from ..data.rows import IGNORE
 from ..mesh.collectives import sum_values
-from .batch import Source, cut, to_device
+from .batch import Heldout, cut, to_device
 from .state import TrainState
 
 
@@ -24,15 +24,15 @@ class Evaluation:
     n_targets: int
 
 
-def evaluate(state: TrainState, source: Source, n_rows: int, n_bytes: int) -> Evaluation:
-    """Evaluate ``n_rows`` held-out rows that stand for ``n_bytes`` bytes of text, shared among the data ranks.
+def evaluate(state: TrainState, heldout: Heldout) -> Evaluation:
+    """Evaluate held-out rows, shared among the data ranks.
 
     Rows are cut into microbatches of the training run's size; ranks that have fewer get rows that count nothing, so
     that all make the same calls. Counters, biases and gradients stay as they are.
     """
     config, mesh = state.config, state.mesh
     size = config.data.batch_size // mesh.dims.data // config.train.microbatches
-    rounds = -(-n_rows // (size * mesh.dims.data))
+    rounds = -(-heldout.n_rows // (size * mesh.dims.data))
     n_targets = torch.zeros((), dtype=torch.int64, device=mesh.device)
     nats = torch.zeros((), dtype=torch.float64, device=mesh.device)
     modules = [m for stage in state.stages.values() for m in stage.parts.values()]
@@ -40,10 +40,8 @@ def evaluate(state: TrainState, source: Source, n_rows: int, n_bytes: int) -> Ev
         m.eval()
     for i in range(rounds):
         first = (i * mesh.dims.data + mesh.data_rank()) * size
-        rows = source.heldout_rows(first, first + size)
+        rows = heldout.rows(first, first + size)
         tensors = to_device(rows, mesh.device)
-        if first + size > n_rows:  # past the end: nothing counts
-            tensors["targets"][max(0, n_rows - first) :] = IGNORE
         n_targets += (tensors["targets"] != IGNORE).sum()
         one = torch.ones((), dtype=torch.int64, device=mesh.device)
         nats += state.executor.evaluate(list(cut(rows, tensors, 1, one, 1)))
@@ -53,4 +51,4 @@ def evaluate(state: TrainState, source: Source, n_rows: int, n_bytes: int) -> Ev
         stage.release()
     total = int(sum_values(n_targets, mesh.join("ddp", "fsdp")))
     loss = float(sum_values(nats, mesh.join("pp", "ddp", "fsdp", "cp")))
-    return Evaluation(loss / max(1, total), loss / math.log(2) / max(1, n_bytes), total)
+    return Evaluation(loss / max(1, total), loss / math.log(2) / max(1, heldout.n_bytes), total)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..mesh.collectives import gather_values, sum_values
+from ..mesh.collectives import sum_values
 from ..mesh.mesh import Mesh
+from ..mesh.text import gather_text
 from ..wrap.buffer import Shard
-
-NAME_BYTES = 256
-"""Bytes of a parameter's name that an error message can carry between ranks."""
-
 
 class NonFiniteGradient(FloatingPointError):
     """A gradient with an infinity or NaN in it; the step updated nothing."""
@@ -50,13 +48,10 @@ def refuse_non_finite(shards: Sequence[Shard], norm: float, step: int, lr: float
     Raises:
         NonFiniteGradient: on all ranks alike, before any update.
     """
-    if norm == norm and abs(norm) != float("inf"):
+    if math.isfinite(norm):
         return
     bad = next((s.piece.name for s in shards if s.value.grad is not None and not s.value.grad.isfinite().all()), "")
-    mine = torch.zeros(NAME_BYTES, dtype=torch.uint8, device=mesh.device)
-    text = bad.encode()[:NAME_BYTES]
-    mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device=mesh.device)
-    names = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in gather_values(mine, mesh.world).tolist()]
+    names = gather_text(bad, mesh.world, mesh.device)
     where = next(((rank, name) for rank, name in enumerate(names) if name), None)
     found = f"rank {where[0]}, parameter {where[1]}" if where else "the sum of finite gradients overflows"
     raise NonFiniteGradient(

@@ -44,7 +44,7 @@ class TrainState:
     """Whole shape of every parameter, by name."""
     step: int = 0
     """Optimizer steps done."""
-    tokens: int = 0
+    targets: int = 0
     """Target tokens trained on, over all ranks."""
 
 

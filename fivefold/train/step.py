@@ -59,4 +59,5 @@ def train_step(state: TrainState, batch: Batch) -> StepStats:
     load = update_balance(state.experts, mesh)
 
     state.step = step
+    state.targets += int(batch.n_targets)
     return StepStats(loss, largest, norm, lr, batch.n_targets, load)

@@ -44,7 +44,7 @@ class SaveList:
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = op.name() if hasattr(op, "name") else str(op)
         keep = any(k in name for k in self.KEEP) and not any(r in name for r in self.REPEAT)
-        if name.split(".")[0] in self.MATMUL:  # counted apart in forward and recompute, so both decide the same
+        if name in self.MATMUL:  # not those that write into a given tensor; counted apart in forward and recompute, so both decide the same
             self._matmuls[ctx.is_recompute] += 1
             keep = self._matmuls[ctx.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

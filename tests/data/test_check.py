@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from fivefold.config.parts import DataConfig
 from fivefold.data.check import locate, open_files, problems
 
 
-@dataclass(frozen=True)
-class Data:
-    files: tuple[str, ...] = ("set",)
-    weights: tuple[float, ...] = ()
-    dir: str = "data"
-    batch_size: int = 4
-    sequence_length: int = 8
-
-
 @pytest.fixture
-def data(build, tmp_path: Path) -> Data:
+def data(build, tmp_path: Path) -> DataConfig:
     build([33, 8], [20], vocab_size=100)  # five rows of 8
-    return Data(dir=str(tmp_path))
+    return DataConfig(files=("set",), dir=str(tmp_path), batch_size=4, sequence_length=8)
 
 
-def test_good_data(data: Data, build, tmp_path: Path) -> None:
+def test_good_data(data: DataConfig, build, tmp_path: Path) -> None:
     assert problems(data, 100) == []
-    assert problems(replace(data, batch_size=5), 100) == []
-    by_path = replace(data, files=("set", str(tmp_path / "set")), dir=str(tmp_path), weights=(1.0, 2.0))
+    assert problems(data.model_copy(update={"batch_size": 5}), 100) == []
+    by_path = data.model_copy(update={"files": ("set", str(tmp_path / "set")), "weights": (1.0, 2.0)})
     assert problems(by_path, 128) == []
     assert locate(by_path) == (tmp_path / "set",) * 2
     assert [file.n_tokens for file in open_files(by_path)] == [61, 61]
@@ -51,19 +42,19 @@ def test_good_data(data: Data, build, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_problems(data: Data, changes: dict, vocab_size: int, messages: list[str]) -> None:
-    found = problems(replace(data, **changes), vocab_size)
+def test_problems(data: DataConfig, changes: dict, vocab_size: int, messages: list[str]) -> None:
+    found = problems(data.model_copy(update=changes), vocab_size)
     assert len(found) == len(messages)
     for message, problem in zip(messages, found):
         assert message in problem
 
 
-def test_the_nearest_prepared_set_is_named(data: Data) -> None:
-    (problem,) = problems(replace(data, files=("sett",)), 100)
+def test_the_nearest_prepared_set_is_named(data: DataConfig) -> None:
+    (problem,) = problems(data.model_copy(update={"files": ("sett",)}), 100)
     assert "holds set). Did you mean set? If not, run `fivefold prepare SOURCE --out" in problem
 
 
-def test_damage(data: Data) -> None:
+def test_damage(data: DataConfig) -> None:
     path = Path(data.dir) / "set" / "tokens.bin"
     content = path.read_bytes()
     path.write_bytes(content[:-2])

@@ -29,7 +29,7 @@ def test_every_target_once(build, heldout: list[int], length: int, batch: int) -
     targets = [sampler.heldout_rows(i * batch, (i + 1) * batch).targets for i in range(n_batches)]
     found = np.concatenate([np.empty(0, np.int64), *(part.ravel() for part in targets)])
     assert found[found != IGNORE].tolist() == expected_targets(file)
-    assert sampler.heldout_bytes == 3 * sum(heldout)
+    assert sampler.n_heldout_bytes == 3 * sum(heldout)
 
 
 def test_several_files_one_after_another(build) -> None:
@@ -40,7 +40,7 @@ def test_several_files_one_after_another(build) -> None:
         targets = np.concatenate([sampler.heldout_rows(0, cut).targets, sampler.heldout_rows(cut, 9).targets])
         assert targets[targets != IGNORE].tolist() == expected_targets(files[0]) + expected_targets(files[2])
         assert targets.shape == (9, 4)
-    assert sampler.heldout_bytes == 3 * 18
+    assert sampler.n_heldout_bytes == 3 * 18
 
 
 def test_rows_past_the_end_ignore_everything(build) -> None:
@@ -65,9 +65,11 @@ def test_no_heldout_token_is_trained_on(build) -> None:
 )
 def test_a_limit_takes_whole_documents_and_their_bytes(build, limit: int, n_documents: int) -> None:
     file = build([30], [10, 4, 12, 14])
-    heldout = Sampler([file], (), 4, 2, seed=0).heldout_limit(limit)
+    heldout = Heldout([file], 4, limit)
     assert heldout.n_documents == n_documents
     assert heldout.n_bytes == 3 * sum([10, 4, 12, 14][:n_documents])
+    sampler = Sampler([file], (), 4, 2, seed=0, eval_rows=limit)
+    assert (sampler.n_heldout_rows, sampler.n_heldout_bytes) == (heldout.n_rows, heldout.n_bytes)
     targets = heldout.rows(0, heldout.n_rows + 1).targets
     assert targets[targets != IGNORE].tolist() == expected_targets(file, n_documents)
 

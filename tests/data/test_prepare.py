@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ import pytest
 from rich.console import Console
 
 from fivefold.config.errors import ConfigError
-from fivefold.data import hub, prepare as prepare_module
+from fivefold.data import hub
+from fivefold.data import prepare as prepare_module
 from fivefold.data.encode import encode_shard
 from fivefold.data.prepare import prepare
 from fivefold.data.request import Request
@@ -35,7 +37,7 @@ BINARIES = ("tokens.bin", "documents.bin", "bytes.bin", "index.json", "tokenizer
 
 def texts(n: int = 60) -> list[str]:
     """Documents of words, some empty, of very different lengths."""
-    words = "the cat sat on the mat and the dog ran off é 日本 42".split()
+    words = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "ran", "off", "é", "日本", "42"]
     random = np.random.default_rng(0)
     return [" ".join(random.choice(words, size=int(size))) for size in random.geometric(0.02, size=n) - 1]
 
@@ -195,7 +197,7 @@ prepare(Request(**{options!r}), Console(quiet=True))
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
-    source = write_jsonl(tmp_path / "x.jsonl", texts(300) * 10)
+    source = write_jsonl(tmp_path / "x.jsonl", texts(300) * 4)
     request = request_for(source, tmp_path / "out", tokenizer_bytes=10_000, workers=workers)
     options = {"sources": (source,), "out": request.out, "vocab_size": 300, "workers": workers, "shard_bytes": 2000}
     options |= {"heldout": 0.2, "tokenizer_bytes": 10_000}
@@ -311,7 +313,12 @@ def test_a_bad_line_deep_in_a_file_stops_the_run(tmp_path: Path) -> None:
 
 def test_the_standard_library(tmp_path: Path) -> None:
     request = Request(
-        sources=("stdlib",), out=str(tmp_path / "out"), workers=1, tokens=100_000, tokenizer_bytes=300_000
+        sources=("stdlib",),
+        out=str(tmp_path / "out"),
+        workers=1,
+        tokens=100_000,
+        tokenizer_bytes=300_000,
+        shard_bytes=400_000,
     )
     console = Console(record=True, file=open(os.devnull, "w"), width=200)  # noqa: SIM115
     file = TokenFile.open(prepare(request, console))
@@ -363,7 +370,7 @@ def test_bad_requests_are_refused_at_once(tmp_path: Path, options: dict[str, Any
         prepare(request, QUIET)
     assert len(caught.value.problems) == len(messages)
     for message in messages:
-        assert any(__import__("re").search(message, problem) for problem in caught.value.problems)
+        assert any(re.search(message, problem) for problem in caught.value.problems)
     assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.config.errors import ConfigError
@@ -23,6 +23,7 @@ def read(files: list[SourceFile], shard_bytes: int, field: str = "text") -> list
     return [document for shard in shards for document in shard.read(field)]
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(max_size=20), max_size=12), st.integers(1, 200), st.sampled_from(["\n", "\n\n", "\r\n"]))
 def test_json_lines_are_read_once_wherever_they_are_cut(
     tmp_path_factory, texts, shard_bytes: int, newline: str

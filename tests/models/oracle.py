@@ -70,14 +70,13 @@ def their_name(ours: str) -> str:
 def config_of(hf: dict[str, Any]) -> DecoderConfig:
     """Our configuration of a ``config.json``."""
     family, rope = hf["model_type"], hf["rope_parameters"]
-    scaling = (
-        Llama3Config(factor=rope["factor"], low_freq_factor=rope["low_freq_factor"],
-                     high_freq_factor=rope["high_freq_factor"], original_length=rope["original_max_position_embeddings"])
-        if rope["rope_type"] == "llama3"
-        else YarnConfig(factor=rope["factor"], original_length=rope["original_max_position_embeddings"],
-                        beta_fast=rope["beta_fast"], beta_slow=rope["beta_slow"], mscale=rope["mscale"],
-                        mscale_all_dim=rope["mscale_all_dim"])
-    )  # fmt: skip
+    original = rope["original_max_position_embeddings"]
+    if rope["rope_type"] == "llama3":
+        factors = {k: rope[k] for k in ("factor", "low_freq_factor", "high_freq_factor")}
+        scaling = Llama3Config(original_length=original, **factors)
+    else:
+        factors = {k: rope[k] for k in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
+        scaling = YarnConfig(original_length=original, **factors)
     half = not hf.get("rope_interleave", family != "llama")
     return DecoderConfig(
         vocab_size=hf["vocab_size"],
@@ -93,10 +92,17 @@ def config_of(hf: dict[str, Any]) -> DecoderConfig:
 
 
 def _attention(hf: dict[str, Any]) -> GqaConfig | MlaConfig:
+    n_heads = hf["num_attention_heads"]
     if hf["model_type"] == "llama":
-        return GqaConfig(n_heads=hf["num_attention_heads"], n_kv_heads=hf["num_key_value_heads"], head_dim=hf["head_dim"])
-    return MlaConfig(n_heads=hf["num_attention_heads"], q_rank=hf["q_lora_rank"] or 0, kv_rank=hf["kv_lora_rank"],
-                     nope_dim=hf["qk_nope_head_dim"], rope_dim=hf["qk_rope_head_dim"], v_dim=hf["v_head_dim"])  # fmt: skip
+        return GqaConfig(n_heads=n_heads, n_kv_heads=hf["num_key_value_heads"], head_dim=hf["head_dim"])
+    return MlaConfig(
+        n_heads=n_heads,
+        q_rank=hf["q_lora_rank"] or 0,
+        kv_rank=hf["kv_lora_rank"],
+        nope_dim=hf["qk_nope_head_dim"],
+        rope_dim=hf["qk_rope_head_dim"],
+        v_dim=hf["v_head_dim"],
+    )
 
 
 def _moe(hf: dict[str, Any], family: str) -> MoeConfig:

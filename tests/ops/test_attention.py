@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fivefold.ops import attention as module
 from fivefold.ops.attention import attention, document_mask
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -66,6 +67,18 @@ def test_gradcheck() -> None:
     mask = torch.tensor([[1, 0, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.bool).expand(2, 3, 3)
     torch.autograd.gradcheck(lambda q, k, v: attention(q, k, v, scale=0.5, mask=mask), make(3, 3, 2, 1, 4, 3))
     torch.autograd.gradcheck(lambda q, k, v: attention(q, k, v, scale=0.5, causal=True), make(3, 3, 2, 2, 3, 4))
+
+
+def test_a_query_without_keys_on_a_device_whose_kernel_gives_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_KEYLESS_IS_ZERO", ())
+    mask = torch.tensor([[1, 0, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.bool).expand(2, 3, 3)
+    inputs = make(3, 3, 2, 1, 4, 3)
+    out, want = attention(*inputs, scale=0.5, mask=mask), naive(*inputs, 0.5, mask, False)
+    assert (out[:, 1] == 0).all()
+    torch.testing.assert_close(out, want, rtol=1e-13, atol=1e-14)
+    g = torch.randn_like(out)
+    for a, b in zip(torch.autograd.grad(out, inputs, g), torch.autograd.grad(want, inputs, g), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
 def test_large_scores_do_not_overflow() -> None:

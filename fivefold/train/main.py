@@ -1,0 +1,106 @@
+"""The training run as each rank lives it: join, build, evaluate, train, evaluate, save, leave."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+
+import torch
+
+from ..config.run import RunConfig
+from ..mesh.mesh import Mesh
+from ..mesh.process import join, leave, make_deterministic, set_step_timeouts
+from ..mesh.text import gather_text
+from ..observe.console import Console
+from ..observe.memory import oom_snapshot
+from ..observe.profile import Profiler, RangeRecorder
+from ..observe.recorder import NULL
+from .batch import Batches
+from .evaluate import Evaluation, evaluate
+from .report import Reporting
+from .save import save_weights
+from .source import Opened, open_source
+from .state import TrainState, build_state
+from .step import train_step
+
+
+def run(config: RunConfig, recipe: str, run_dir: str) -> None:
+    """One rank's whole run. An error leaves at once: the launcher ends the other ranks.
+
+    Args:
+        config: checked, its layout's sizes all given.
+        recipe: name the configuration came from.
+        run_dir: folder of the run; rank 0's counts.
+    """
+    device = config.train.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if config.train.deterministic:
+        make_deterministic()
+    process = join(config.comm, device)
+    recorder = RangeRecorder() if config.profile.every else NULL
+    mesh = Mesh(config.dims, process.rank, device=process.device, recorder=recorder, timeout_s=config.comm.init_timeout_s)
+    folder = Path(gather_text(run_dir, mesh.world, mesh.device)[0])
+    with oom_snapshot(folder / "profile" / f"out-of-memory-rank{process.rank}.pickle"):
+        _train(config, mesh, folder)
+    leave(process, config.comm.shutdown_timeout_s)
+
+
+def _train(config: RunConfig, mesh: Mesh, folder: Path) -> None:
+    profiler = Profiler(folder / "profile", config.profile.every, config.profile.ranks, mesh.rank,
+                        memory=config.profile.memory, device=mesh.device,
+                        recorder=mesh.recorder if isinstance(mesh.recorder, RangeRecorder) else None)  # fmt: skip
+    state = build_state(config, mesh)
+    source = open_source(config)
+    batches = Batches(source.training, config, mesh)
+    with Console(config.train.steps, enabled=mesh.rank == 0) as console:
+        reporting = Reporting(config, mesh, folder, console)
+        reporting.header(state, folder)
+        found: dict[str, Evaluation] = {}
+        if config.train.evaluate:
+            found["before training"] = _evaluate(state, source, reporting)
+        reporting.start()
+        for step in range(1, config.train.steps + 1):
+            _step(state, batches, reporting, profiler)
+            if step == 1:
+                set_step_timeouts(mesh.groups, config.comm.step_timeout_s)
+            every = config.train.eval_every
+            if config.train.evaluate and (step == config.train.steps or (every and step % every == 0)):
+                found["after training"] = _evaluate(state, source, reporting)
+                reporting.start()
+        reporting.summary(found, source.reference)
+        if config.train.save_final:
+            save_weights(state, folder / "weights")
+            console.note(f"weights: {folder / 'weights'}")
+        reporting.close()
+    profiler.close()
+    batches.close()
+
+
+def _step(state: TrainState, batches: Batches, reporting: Reporting, profiler: Profiler) -> None:
+    """One step with what goes around it: data, garbage collection on the same step everywhere, metrics."""
+    step = state.step + 1
+    _collect_garbage(step, state.config.train.gc_every)
+    with profiler.step(step):
+        asked = time.perf_counter()
+        rows = batches.rows(step)
+        waited_s = time.perf_counter() - asked
+        stats = train_step(state, batches.batch(rows))
+    reporting.step(state, stats, waited_s)
+
+
+def _collect_garbage(step: int, every: int) -> None:
+    """Python collects when it likes, and one rank that collects makes all others wait; so all do it on the same step."""
+    if not every:
+        return
+    if step == 1:
+        gc.disable()
+    if step == 1 or step % every == 0:
+        gc.collect()
+
+
+def _evaluate(state: TrainState, source: Opened, reporting: Reporting) -> Evaluation:
+    found = evaluate(state, source.heldout)
+    reporting.evaluation(state.step, found)
+    return found
