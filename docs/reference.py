@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-MODULE = """## `{name}`
-
-```{{eval-rst}}
+SECTION = "## `{name}`\n\n"
+MODULE = """```{{eval-rst}}
 .. automodule:: {name}
+   :ignore-module-all:
 ```
 """
 
@@ -37,11 +37,12 @@ def names(package: Path) -> set[str]:
 
 
 def page(package: Path, folder: str, modules: list[str]) -> str:
-    """The Markdown of one folder's page: what the folder is for, then its modules."""
-    init = package / folder / "__init__.py"
-    purpose = ast.get_docstring(ast.parse(init.read_text())) if init.exists() else None
-    head = f"# `{package.name}.{folder}`\n\n{purpose or ''}\n\n"
-    return head + "\n".join(MODULE.format(name=name) for name in modules)
+    """The Markdown of one folder's page: the folder itself, then its modules."""
+    name = f"{package.name}.{folder}"
+    head = f"# `{name}`\n\n"
+    if (package / folder / "__init__.py").exists():
+        head += MODULE.format(name=name) + "\n"
+    return head + "\n".join((SECTION + MODULE).format(name=module) for module in modules)
 
 
 def write(package: Path, target: Path) -> None:

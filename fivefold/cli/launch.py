@@ -23,7 +23,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -230,9 +230,10 @@ def _stopped(logs: Path, rank: int) -> Path:
 
 def _read(logs: Path, rank: int) -> Note | None:
     try:
-        return Note(**json.loads(_failed(logs, rank).read_text(encoding="utf-8")))
+        note = Note(**json.loads(_failed(logs, rank).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return None
+    return replace(note, problems=None if note.problems is None else tuple(note.problems))
 
 
 def _redirect(path: Path) -> None:

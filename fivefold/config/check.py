@@ -1,4 +1,4 @@
-"""Everything about a whole configuration that is known without torch: each rule gives a message, all are given at once."""
+"""Everything about a whole configuration that is known without torch: one message for each rule it breaks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def check(
     if run:
         problems += _built(dims)
         problems += _device(config, gpus, local_world or dims.world) if gpus is not None else []
-    return [*problems, *_batch(config, dims), *config.model.problems(dims, config.data.sequence_length), *_rest(config, dims)]
+    problems += _batch(config, dims) + config.model.problems(dims, config.data.sequence_length)
+    return [*problems, *_schedule(config), *_training(config), *_data(config), *_reports(config, dims)]
 
 
 def layout(parallel: str, world: int | None = None) -> tuple[ParallelDims, list[str]]:
@@ -79,10 +80,6 @@ def _batch(config: RunConfig, dims: ParallelDims) -> list[str]:
     return not_multiple("data.batch_size", config.data.batch_size, factors) if factors else []
 
 
-def _rest(config: RunConfig, dims: ParallelDims) -> list[str]:
-    return [*_schedule(config), *_training(config), *_data(config), *_reports(config, dims)]
-
-
 def _schedule(config: RunConfig) -> list[str]:
     optim, steps = config.optim, config.train.steps
     if optim.warmup_steps > steps:
@@ -118,18 +115,10 @@ def _training(config: RunConfig) -> list[str]:
 
 
 def _data(config: RunConfig) -> list[str]:
-    data = config.data
-    found: list[str] = []
-    if not data.files:
-        found.append("data.files= names no token file. Use stdlib, or the files that `fivefold prepare` wrote.")
-    elif "random" in data.files and len(data.files) > 1:
-        found.append(f"data.files={','.join(data.files)} mixes random with other sets. Use random alone, or leave it out.")
-    if data.weights and len(data.weights) != len(data.files):
-        found.append(
-            f"data.weights={','.join(f'{w:g}' for w in data.weights)} has {len(data.weights)} values for "
-            f"{len(data.files)} files (data.files={','.join(data.files)}). Use one weight a file, or none at all."
-        )
-    return found
+    files = config.data.files
+    if "random" in files and len(files) > 1:
+        return [f"data.files={','.join(files)} mixes random with other sets. Use random alone, or leave it out."]
+    return []
 
 
 def _reports(config: RunConfig, dims: ParallelDims) -> list[str]:

@@ -132,10 +132,8 @@ def _left_over(layout: str, sizes: dict[str, int], world: int | None) -> int:
         raise ConfigError([f"parallel={layout} leaves fsdp to the number of ranks, which is not known here. "
                            "Give fsdp a size, or start the command under torchrun."])  # fmt: skip
     if others == 0 or world % others:
-        raise ConfigError(
-            [f"parallel={layout}: the axes given multiply to {others}, which does not divide the {world} ranks started. "
-             f"Use axes whose product is in {divisors(world)}."]  # fmt: skip
-        )
+        product = f"the axes given multiply to {others}, which does not divide the {world} ranks that were started"
+        raise ConfigError([f"parallel={layout}: {product}. Use axes whose product is in {divisors(world)}."])
     return world // others
 
 

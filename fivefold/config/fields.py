@@ -30,15 +30,21 @@ class Leaf:
     """Its docstring."""
 
 
-def leaves(part: Part, prefix: str = "") -> Iterator[Leaf]:
-    """The fields of ``part`` and of the parts inside it, in order."""
+def leaves(part: Part, prefix: str = "", kinds: Sequence[str] = ()) -> Iterator[Leaf]:
+    """The fields of ``part`` and of the parts inside it, in order.
+
+    Args:
+        prefix: what comes before their names.
+        kinds: the kinds of part that could stand in its place.
+    """
     for name, field in type(part).model_fields.items():
         value = getattr(part, name)
         if isinstance(value, Part):
-            yield from leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.", [kind_of(c) for c in part_classes(field)])
         else:
-            doc = " ".join((field.description or "").split())
-            yield Leaf(path=prefix + name, kind=describe(field), value=typed(value), doc=doc)
+            doc = " ".join((field.description or "").replace("``", "").split())
+            accepts = "one of " + ", ".join(kinds) if name == "kind" and kinds else describe(field)
+            yield Leaf(path=prefix + name, kind=accepts, value=typed(value), doc=doc)
 
 
 def typed(value: object) -> str:
@@ -77,10 +83,19 @@ def kind_of(part: type[Part]) -> str:
     return str(part.model_fields["kind"].default) if "kind" in part.model_fields else part.__name__
 
 
+def part_named(name: str) -> type[Part] | None:
+    """The kind of part, a user's own included, whose class is called ``name``."""
+    classes = [Part]
+    for part in classes:  # grows as it goes
+        classes += part.__subclasses__()
+    return next((c for c in classes if c.__name__ == name), None)
+
+
 def describe(field: FieldInfo) -> str:
     """What ``field`` accepts: ``a whole number from 1, or none``."""
     if classes := part_classes(field):
-        return ", ".join(f"{kind_of(c)} (set .kind)" for c in classes) + (", or none" if may_be_none(field) else "")
+        kinds = f" with kind {' or '.join(map(kind_of, classes))}" if len(classes) > 1 else ""
+        return f"a group of fields{kinds}" + (", or none" if may_be_none(field) else "")
     text = _describe(field.annotation, field.metadata)
     return f"{text}, or none" if may_be_none(field) else text
 
@@ -92,7 +107,7 @@ def _describe(annotation: object, metadata: Sequence[object] = ()) -> str:
     if get_origin(annotation) in (Union, types.UnionType):
         options = [a for a in get_args(annotation) if a is not type(None)]
         if all(get_origin(m) is Literal for m in members(annotation)):
-            return "one of " + ", ".join(map(typed, _literals(annotation)))
+            return "one of " + ", ".join(map(typed, literals(annotation)))
         return " or ".join(_describe(a, metadata) for a in options)
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(typed, get_args(annotation)))
@@ -119,7 +134,8 @@ def _limits(metadata: Sequence[object], whole: bool) -> str:
     return low + high
 
 
-def _literals(annotation: object) -> list[Any]:
+def literals(annotation: object) -> list[Any]:
+    """The values that ``annotation`` lists."""
     return [value for m in members(annotation) if get_origin(m) is Literal for value in get_args(m)]
 
 
@@ -169,7 +185,7 @@ def _message(key: str, value: str, field: FieldInfo | None, detail: ErrorDetails
         return f"{key}.kind={tag} is not a known kind.{_did_you_mean(tag, kinds)} Use one of {', '.join(kinds)}."
     if kind == "missing" and isinstance(detail["loc"][-1], str):
         return f"{key} is missing. Set it to {describe(field)}."
-    hint = _did_you_mean(value, [typed(v) for v in _literals(field.annotation)])
+    hint = _did_you_mean(value, [typed(v) for v in literals(field.annotation)])
     return f"{key}={value} {_rule(kind, ctx, field)}.{hint} Use {describe(field)}."
 
 
@@ -185,7 +201,7 @@ def _rule(kind: str, ctx: Mapping[str, Any], field: FieldInfo) -> str:
         return "is not a finite number"
     if kind in ("missing", "too_long"):
         return "has another number of values"
-    if _literals(field.annotation):
+    if literals(field.annotation):
         return "is not one of the choices"
     return plain.get(kind.split("_")[0], "does not fit")
 

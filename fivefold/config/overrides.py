@@ -154,7 +154,7 @@ def _value(field: FieldInfo, raw: str) -> object:
         return None
     if fields.is_tuple(field):
         return tuple(word.strip() for word in raw.split(",")) if raw else ()
-    return raw
+    return next((value for value in fields.literals(field.annotation) if fields.typed(value) == raw), raw)
 
 
 def _restore(values: dict[str, Any], base: Part, steps: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ class DataConfig(Part):
     """What the run reads, and in which portions."""
 
     files: tuple[str, ...] = ("stdlib",)
-    """Prepared token files, or names of sets under ``dir``; ``stdlib`` is prepared when missing, ``random`` is made up."""
+    """Prepared token files, or sets under ``dir``; stdlib is prepared when missing, and random is made up."""
     weights: tuple[PositiveFloat, ...] = ()
     """Share of each file in the mixture; empty takes them by size."""
     dir: str = "data"
@@ -71,7 +71,7 @@ class TrainConfig(Part):
     zero: Literal[1, 2, 3] = 3
     """What is sharded beside the optimizer state: 1 nothing more, 2 gradients, 3 gradients and parameters."""
     recompute: str = "none"
-    """Activations computed again in backward: none, full, every-N (each N-th block), or ops (a list of kept results)."""
+    """Activations computed again in backward: none, full, every-N (each N-th block), ops (all but a declared list)."""
     dtype: Dtype | Literal["auto"] = "auto"
     """Compute dtype; auto is bfloat16 on CUDA and float32 on CPU."""
     master_dtype: Dtype | Literal["auto"] = "auto"

@@ -193,12 +193,13 @@ def _finished_first(job: Job) -> list[Outcome]:
 
 @contextlib.contextmanager
 def _pool(request: Request) -> Iterator[Executor]:
-    """Processes to encode in; when something goes wrong, what has not begun is dropped."""
+    """Processes to encode in; when something goes wrong they end at once, and what they had not finished is lost."""
     if request.n_workers == 1:
         with ThreadPoolExecutor(1) as pool:
             yield pool
         return
     # Spawned, not forked: the tokenizer's threads do not survive a fork.
+    others = set(multiprocessing.active_children())
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(request.n_workers, mp_context=spawn, initializer=start_worker)
     try:
@@ -206,6 +207,10 @@ def _pool(request: Request) -> Iterator[Executor]:
     except BrokenProcessPool:
         message = f"workers={request.n_workers} lost one of its processes, perhaps for lack of memory. "
         raise ConfigError([message + "Use fewer workers; finished work is kept."]) from None
+    except BaseException:  # a second interrupt while the pool waits for its workers would leave both waiting for ever
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.terminate()
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -42,6 +42,8 @@ class Head(Layer):
         self.norm = RMSNorm(run, dim, eps)
         self._embedding = (embedding,)  # in a tuple: registered here too, its weight would be two parameters
         self.uses_parameters_of = () if embedding is None else ("embed",)
+        self.uses_parameters_of: tuple[str, ...] = ()
+        """The part that ``embedding`` is, for the data engine."""
         if embedding is None:
             self.declare("weight", (vocab_size, dim), init, pad=True, embedding=True)
 
@@ -52,7 +54,7 @@ class Head(Layer):
         return self.get_parameter("weight") if embedding is None else embedding.weight
 
     def forward(self, x: Float[Tensor, "B T_tp D"], mb: MicroBatch) -> Float[Tensor, ""] | Float[Tensor, "B T V"]:
-        """The loss in float32 at least, P over ``ddp``, ``fsdp`` and ``cp``, I over ``tp``; or logits, I over ``tp``."""
+        """The loss (float32 at least), P over ``ddp``, ``fsdp``, ``cp`` and I over ``tp``; or logits, I over ``tp``."""
         x = all_gather(self.norm(x), self.tp, dim=1)  # S(1) -> R     [B, T, D]
         if mb.targets is None:
             logits = linear(x, self.matrix, self.queue)  # S(2)          [B, T, V/tp]

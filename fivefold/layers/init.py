@@ -9,8 +9,12 @@ writes of variance v its variance grows to :math:`2Lv`, the first blocks' words 
 normalised, learn little. Dividing the matrices that write to it (the output of attention, the ``down`` of every
 feed-forward and expert) by :math:`\sqrt{2L}` makes all writes together add v, at any depth.
 
-The router reads a normalised vector too: its logits start with variance 1. The normal is cut at three standard
-deviations, which takes 1.3 % off the standard deviation; nobody corrects for it and neither do we. Norms start at one.
+A lookup reads one value, its token's: fan-in 1, so embeddings start with variance 1, as large as what all blocks will
+write. (On the demo's data a standard deviation of 1 also trained faster than :math:`1/\sqrt{D}`: 1.83 against 1.92 nats
+a byte after 220 steps.) As a head such rows would give logits :math:`\sqrt{D}` times too large, so a matrix that is both
+starts as a head. The router reads a normalised vector: its logits start with variance 1. The normal is cut at three
+standard deviations, which takes 1.3 % off the standard deviation; nobody corrects for it and neither do we. Norms start
+at one.
 
 Source: Glorot and Bengio 2010 (fan-in); Radford 2019, "Language models are unsupervised multitask learners", section
 2.3 (depth).
@@ -43,6 +47,6 @@ class InitRule:
         depth = math.sqrt(2 * self.n_layers) if self.config.depth_scaling else 1.0
         return Init(std=(self.config.std or fan_in**-0.5) / depth)
 
-    def embedding(self, dim: int) -> Init:
-        """The embedding, as the head: a row of length about 1, so that the two may be one matrix."""
-        return self.matrix(dim)
+    def embedding(self, dim: int, tied: bool) -> Init:
+        """The embedding, whose fan-in is 1; if it is the head too, which reads ``dim`` values, it starts as a head."""
+        return self.matrix(dim if tied else 1)

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
+
 from ..observe.recorder import Recorder
 from .mesh import Mesh
 
@@ -32,6 +34,8 @@ class Run:
 
         For what must not change or count twice: an expert route, its counts, statistics, what leaves a part aside.
         """
+        if torch.compiler.is_compiling():  # outside the graph, which then is the same in forward and recompute
+            torch._dynamo.graph_break()
         if self._frozen is None:
             return fn()
         if self._replay < 0:

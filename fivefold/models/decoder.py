@@ -47,7 +47,7 @@ def build(run: Run, config: DecoderConfig, names: Sequence[str] | None = None) -
     parts: dict[str, nn.Module] = {}
     for name in every if names is None else names:
         if name == "embed":
-            parts[name] = Embedding(run, config.vocab_size, config.dim, init.embedding(config.dim))
+            parts[name] = Embedding(run, config.vocab_size, config.dim, init.embedding(config.dim, config.tied))
         elif name == "head":
             parts[name] = _head(run, config, init, parts.get("embed"))
         else:
@@ -60,7 +60,9 @@ def build(run: Run, config: DecoderConfig, names: Sequence[str] | None = None) -
 
 def _head(run: Run, config: DecoderConfig, init: InitRule, embedding: nn.Module | None) -> Head:
     shared = embedding if config.tied and isinstance(embedding, Embedding) else None
-    return Head(run, config.vocab_size, config.dim, config.norm_eps, init.matrix(config.dim), shared)
+    head = Head(run, config.vocab_size, config.dim, config.norm_eps, init.matrix(config.dim), shared)
+    head.uses_parameters_of = ("embed",) if shared is not None else ()
+    return head
 
 
 def _block(run: Run, config: DecoderConfig, init: InitRule, rope: Rope, name: str) -> Block:

@@ -11,11 +11,10 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from fivefold.config import fields, locate
-from fivefold.config.errors import ConfigError, nearest
-from fivefold.config.overrides import validated
-from fivefold.config.run import RunConfig
-
+from ..config import fields, locate
+from ..config.errors import ConfigError, nearest
+from ..config.overrides import validated
+from ..config.run import RunConfig
 from .deepseek import deepseek_v2_lite, deepseek_v3
 from .demo import moe_demo
 from .llama3 import llama3_8b, llama3_70b, llama3_405b
@@ -66,7 +65,7 @@ def load(spec: str) -> Recipe:
     if spec not in RECIPES:
         close = nearest(spec, RECIPES)
         hint = f" Did you mean {close}?" if close else ""
-        raise ConfigError([f"recipe={spec} is not a recipe.{hint} Use {_choices()}."])
+        raise ConfigError([f"recipe={spec} is not a recipe.{hint} Use {choices()}."])
     return Recipe(name=spec, config=_call(spec, RECIPES[spec]))
 
 
@@ -76,7 +75,25 @@ def save(path: str | Path, recipe: str, config: RunConfig) -> None:
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 
-def _choices() -> str:
+def restore(name: str, values: Mapping[str, Any]) -> Recipe:
+    """The configuration that was saved as ``values``, read with the types of the recipe ``name`` it came from.
+
+    Raises:
+        ConfigError: if the recipe is gone, or a value does not fit it.
+    """
+    recipe = load(name)
+    update: dict[str, Any] = {}
+    problems: list[str] = []
+    for group, value, found in validated(recipe.config, values):
+        update[group] = value
+        problems += found
+    if problems:
+        raise ConfigError(problems)
+    return Recipe(name=name, config=recipe.config.model_copy(update=update))
+
+
+def choices() -> str:
+    """What may stand for a recipe, in words."""
     return f"one of {', '.join(RECIPES)}, path/file.py:function, or the config.json of a run"
 
 
@@ -101,15 +118,10 @@ def _saved(path: Path) -> Recipe:
         saved = json.loads(path.read_text(encoding="utf-8"))
         name, values = str(saved["recipe"]), dict(saved["config"])
     except OSError as error:
-        raise ConfigError([f"recipe={path} cannot be read: {error.strerror}. Use {_choices()}."]) from None
+        raise ConfigError([f"recipe={path} cannot be read: {error.strerror}. Use {choices()}."]) from None
     except (ValueError, KeyError, TypeError):
         raise ConfigError([f"recipe={path} is not a saved run: it needs the keys recipe and config."]) from None
-    recipe = load(name)
-    update: dict[str, Any] = {}
-    problems: list[str] = []
-    for group, value, found in validated(recipe.config, values):
-        update[group] = value
-        problems += found
-    if problems:
-        raise ConfigError([f"{path}: {problem}" for problem in problems])
-    return Recipe(name=name, config=recipe.config.model_copy(update=update))
+    try:
+        return restore(name, values)
+    except ConfigError as error:
+        raise ConfigError([f"recipe={path}: {problem}" for problem in error.problems]) from None

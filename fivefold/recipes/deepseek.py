@@ -6,16 +6,16 @@ the configurations released with the weights.
 
 from __future__ import annotations
 
-from fivefold.config.model import DecoderConfig, InitConfig, MlaConfig, MoeConfig, RopeConfig, YarnConfig
-from fivefold.config.parts import DataConfig, OptimConfig, TrainConfig
-from fivefold.config.run import RunConfig
+from ..config.model import DecoderConfig, InitConfig, MlaConfig, MoeConfig, RopeConfig, YarnConfig
+from ..config.parts import DataConfig, OptimConfig, TrainConfig
+from ..config.run import RunConfig
 
 INIT = InitConfig(std=0.006, depth_scaling=False)
 """Both papers: every learnable parameter with a standard deviation of 0.006."""
 
 
 def deepseek_v2_lite() -> RunConfig:
-    """DeepSeek-V2-Lite: 64 experts, 6 a token, softmax scores, no query compression.
+    """DeepSeek-V2-Lite: 27 layers, 64 experts of which 6 a token.
 
     The paper multiplies the learning rate by 0.316 after 80 % and after 90 % of the tokens; here it falls linearly
     over the last 20 % to the same end, a tenth. Its balance loss is per expert over the batch, here per sequence,
@@ -51,10 +51,10 @@ def deepseek_v2_lite() -> RunConfig:
 
 
 def deepseek_v3() -> RunConfig:
-    """DeepSeek-V3: 256 experts in 8 groups, 8 a token, sigmoid scores balanced by a bias, on the paper's 2,048 GPUs.
+    """DeepSeek-V3: 61 layers, 256 experts of which 8 a token.
 
-    The batch is the one the paper reaches after 469 B tokens; the schedule leaves out its last 500 B tokens at two
-    small constant learning rates.
+    The layout is 2,048 GPUs as in the paper, the batch the one it reaches after 469 B tokens; the schedule leaves
+    out its last 500 B tokens at two small constant learning rates.
     """
     return RunConfig(
         model=DecoderConfig(

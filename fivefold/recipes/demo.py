@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fivefold.config.model import DecoderConfig, MlaConfig, MoeConfig
-from fivefold.config.parts import DataConfig, OptimConfig, TrainConfig
-from fivefold.config.run import RunConfig
+from ..config.model import DecoderConfig, MlaConfig, MoeConfig
+from ..config.parts import DataConfig, OptimConfig, TrainConfig
+from ..config.run import RunConfig
 
 
 def moe_demo() -> RunConfig:
-    """A mixture of experts on the source code of Python's standard library, over four local processes."""
+    """Demo: latent attention and experts, on the source code of Python's standard library."""
     return RunConfig(
         model=DecoderConfig(
             vocab_size=4096,

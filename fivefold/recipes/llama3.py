@@ -6,9 +6,9 @@ and they take the batch the 405B run starts with (4 Mi tokens). Its betas are no
 
 from __future__ import annotations
 
-from fivefold.config.model import DecoderConfig, GqaConfig, Llama3Config, RopeConfig
-from fivefold.config.parts import DataConfig, OptimConfig, TrainConfig
-from fivefold.config.run import RunConfig
+from ..config.model import DecoderConfig, GqaConfig, Llama3Config, RopeConfig
+from ..config.parts import DataConfig, OptimConfig, TrainConfig
+from ..config.run import RunConfig
 
 
 def llama3_8b() -> RunConfig:
@@ -34,7 +34,7 @@ def llama3_70b() -> RunConfig:
 
 
 def llama3_405b() -> RunConfig:
-    """Llama 3.1 405B: 126 layers, 128 heads over 8 key-value heads, on the paper's 16,384 GPUs."""
+    """Llama 3.1 405B: 126 layers, 128 heads over 8 key-value heads."""
     return RunConfig(
         model=_decoder(dim=16384, n_layers=126, n_heads=128, ffn_dim=53248, rope=_rope(Llama3Config())),
         parallel="pp16-fsdp128-tp8",

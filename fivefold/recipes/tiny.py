@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fivefold.config.model import (
+from ..config.model import (
     DecoderConfig,
     GqaConfig,
     Llama3Config,
@@ -11,12 +11,12 @@ from fivefold.config.model import (
     RopeConfig,
     YarnConfig,
 )
-from fivefold.config.parts import DataConfig, OptimConfig, TrainConfig
-from fivefold.config.run import RunConfig
+from ..config.parts import DataConfig, OptimConfig, TrainConfig
+from ..config.run import RunConfig
 
 
 def dense_tiny() -> RunConfig:
-    """Grouped-query attention and dense feed-forwards at parity size, on random tokens."""
+    """Parity size: grouped-query attention, dense, on random tokens."""
     return RunConfig(
         model=DecoderConfig(
             vocab_size=37,  # odd on purpose: the vocabulary is padded under tp
@@ -33,7 +33,7 @@ def dense_tiny() -> RunConfig:
 
 
 def moe_tiny() -> RunConfig:
-    """Latent attention and mixture of experts at parity size, on random tokens, with every routing rule in use."""
+    """Parity size: latent attention, experts with every routing rule in use, on random tokens."""
     return RunConfig(
         model=DecoderConfig(
             vocab_size=37,

@@ -23,7 +23,7 @@ class Source(Protocol):
     def rows(self, step: int, start: int, stop: int) -> Rows: ...
 
 
-class Heldout(Protocol):
+class HeldoutRows(Protocol):
     """Rows kept for evaluation, those past the end counting nothing, and the bytes of text their targets stand for."""
 
     n_rows: int

@@ -9,7 +9,7 @@ import torch
 
 from ..data.rows import IGNORE
 from ..mesh.collectives import sum_values
-from .batch import Heldout, cut, to_device
+from .batch import HeldoutRows, cut, to_device
 from .state import TrainState
 
 
@@ -24,7 +24,7 @@ class Evaluation:
     n_targets: int
 
 
-def evaluate(state: TrainState, heldout: Heldout) -> Evaluation:
+def evaluate(state: TrainState, heldout: HeldoutRows) -> Evaluation:
     """Evaluate held-out rows, shared among the data ranks.
 
     Rows are cut into microbatches of the training run's size; ranks that have fewer get rows that count nothing, so

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from ..config.run import RunConfig
 from ..data.check import open_files
+from ..data.heldout import Heldout
 from ..data.sampler import Sampler
 from ..data.synthetic import Synthetic
-from .batch import Heldout, Source
+from .batch import HeldoutRows, Source
 
 RANDOM = ("random",)
 """``data.files`` that names made-up rows instead of token files."""
@@ -19,7 +20,7 @@ class Opened:
     """Rows to train on and rows to evaluate on."""
 
     training: Source
-    heldout: Heldout
+    heldout: HeldoutRows
     reference: dict[str, float]
     """Bits per byte of general compressors on all of the held-out text, where they are known and all of it is read."""
 
@@ -36,6 +37,6 @@ def open_source(config: RunConfig) -> Opened:
         return Opened(made_up, made_up.heldout, {})
     files = open_files(data)
     sampler = Sampler(files, data.weights, data.sequence_length, data.batch_size, seed)
-    whole = not data.eval_rows or sampler.n_heldout_rows <= data.eval_rows
-    heldout = sampler.heldout if whole else sampler.heldout_limit(data.eval_rows)
+    heldout = Heldout(files, data.sequence_length, data.eval_rows)
+    whole = not data.eval_rows or heldout.n_rows == Heldout(files, data.sequence_length).n_rows
     return Opened(sampler, heldout, files[0].index.reference if whole and len(files) == 1 else {})

@@ -68,7 +68,9 @@ def build_state(config: RunConfig, mesh: Mesh, watch: Watch | None = None) -> Tr
     """
     run = Run(mesh)
     dtypes = precision(config.train, mesh.device)
-    parts = build_parts(run, config.model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.train.seed)  # plain modules draw their own first values: the same on every rank
+        parts = build_parts(run, config.model)
     named = [(f"{part}.{name}", p) for part, module in parts.items() for name, p in module.named_parameters()]
     shapes = {name: spec_of(p).global_shape for name, p in named}
     stage = Stage(parts, run, zero=config.train.zero, precision=dtypes, seed=config.train.seed,

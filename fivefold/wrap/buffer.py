@@ -79,8 +79,7 @@ class Buffer:
         self.axis, self.ddp, self.precision, self.streams = axis, ddp, precision, streams
         self.trainable = entries[0].parameter.requires_grad
         self.compute = entries[0].spec.dtype or precision.compute
-        sizes = [(e.parameter.numel(), _row(e.parameter)) for e in entries]
-        self.arrangement = arrange(sizes, axis.size)
+        self.arrangement = arrange(sizes_of(entries), axis.size)
         n, self.per_rank = axis.size, self.arrangement.shard
         self.stored_as_used = n == 1 and self.compute == precision.master
         self.in_place = self.stored_as_used and ddp.size == 1
@@ -281,6 +280,7 @@ class Buffer:
             s.value.grad = None
 
 
-def _row(p: nn.Parameter) -> int:
-    """Elements of a row: what a cut must not split."""
-    return p.shape[-1] if p.ndim > 1 else 1
+def sizes_of(entries: list[Entry]) -> list[tuple[int, int]]:
+    """Elements of each parameter, and of its rows: what a cut must not split."""
+    shapes = [e.parameter.shape for e in entries]
+    return [(shape.numel(), shape[-1] if len(shape) > 1 else 1) for shape in shapes]

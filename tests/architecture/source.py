@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +75,7 @@ class Module:
         return ".".join([*base, *([node.module] if node.module else [])])
 
 
+@cache
 def package_modules() -> list[Module]:
     """Every Python file of the package."""
     base = ROOT / PACKAGE

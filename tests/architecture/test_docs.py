@@ -105,6 +105,6 @@ def test_reference_has_a_page_for_each_folder(tmp_path):
     reference.write(package, target)
     assert sorted(path.name for path in target.iterdir()) == ["index.md", "ops.md"]
     page = (target / "ops.md").read_text()
-    assert "What ops is for." in page
-    assert "automodule:: package.ops.rope" in page
+    assert "automodule:: package.ops\n" in page
+    assert "automodule:: package.ops.rope\n" in page
     assert reference.names(package) == {"turn"}

@@ -163,6 +163,21 @@ def test_a_stream_ends_at_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(training + heldout) == sorted(first)
 
 
+def test_a_broken_stream_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fivefold.data.request.optional", lambda name, extra: None)
+    request = request_for("hf:owner/set:config", tmp_path / "out", tokenizer_bytes=1000)
+    broken, whole = FakeDatasets(texts(150)), FakeDatasets(texts(400))
+    broken.records = [*whole.records[:150], {}]  # a record without text ends the first run
+    monkeypatch.setattr(hub, "optional", lambda name, extra: broken)
+    with pytest.raises(ConfigError, match="record 150"):
+        prepare(request, QUIET)
+    assert broken.n_read > 150
+    monkeypatch.setattr(hub, "optional", lambda name, extra: whole)
+    resumed = prepare(request, QUIET)
+    assert whole.n_read == 0  # only what follows the finished shards was read
+    assert same(resumed, prepare(replace(request, out=str(tmp_path / "fresh")), QUIET))
+
+
 def test_real_datasets_library(tmp_path: Path) -> None:
     pytest.importorskip("datasets", reason="the optional library datasets is not installed")
     (tmp_path / "set").mkdir()
@@ -195,13 +210,19 @@ prepare(Request(**{options!r}), Console(quiet=True))
 """
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "signals"),
+    [(1, [signal.SIGKILL]), (2, [signal.SIGKILL]), (2, [signal.SIGINT, signal.SIGINT])],
+    ids=["killed alone", "killed with workers", "interrupted twice"],
+)
+def test_a_stopped_run_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, signals: list[signal.Signals]
+) -> None:
     source = write_jsonl(tmp_path / "x.jsonl", texts(300) * 4)
     request = request_for(source, tmp_path / "out", tokenizer_bytes=10_000, workers=workers)
     options = {"sources": (source,), "out": request.out, "vocab_size": 300, "workers": workers, "shard_bytes": 2000}
     options |= {"heldout": 0.2, "tokenizer_bytes": 10_000}
-    with subprocess.Popen([sys.executable, "-c", CHILD.format(options=options)]) as process:
+    with subprocess.Popen([sys.executable, "-c", CHILD.format(options=options)], stderr=subprocess.DEVNULL) as process:
         shards = tmp_path / ".out.partial" / "shards"
         deadline = time.monotonic() + 60
         while not (shards.exists() and len(list(shards.glob("*.npz"))) >= 5):
@@ -209,7 +230,10 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.M
             assert time.monotonic() < deadline
             time.sleep(0.001)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        process.send_signal(signal.SIGKILL)
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.02)
+        process.wait(timeout=20)
     wait_for_end(children)
     assert not (tmp_path / "out").exists()
     finished = {int(path.stem) for path in shards.glob("*.npz")}
@@ -312,14 +336,8 @@ def test_a_bad_line_deep_in_a_file_stops_the_run(tmp_path: Path) -> None:
 
 
 def test_the_standard_library(tmp_path: Path) -> None:
-    request = Request(
-        sources=("stdlib",),
-        out=str(tmp_path / "out"),
-        workers=1,
-        tokens=100_000,
-        tokenizer_bytes=300_000,
-        shard_bytes=400_000,
-    )
+    small = {"tokens": 100_000, "tokenizer_bytes": 300_000, "shard_bytes": 400_000}
+    request = Request(sources=("stdlib",), out=str(tmp_path / "out"), workers=1, **small)
     console = Console(record=True, file=open(os.devnull, "w"), width=200)  # noqa: SIM115
     file = TokenFile.open(prepare(request, console))
     assert file.vocab_size == 4096

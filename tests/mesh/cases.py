@@ -118,9 +118,9 @@ def checked(context: RankContext) -> None:
     ops, n = torch.ops.fivefold, axis.size
     x = torch.ones(2 * n, 3 * n).t().requires_grad_()  # not contiguous
     for op, arguments in {
-        ops.all_gather: (0, "R"), ops.reduce_scatter: (1,), ops.all_reduce: ("R",), ops.replicate: (), ops.shard: (0, "I"),
-        ops.unshard: (1,), ops.all_to_all: ([3] * n, [3] * n), ops.all_gather_uneven: ([3 * n] * n,),
-        ops.reduce_scatter_uneven: ([3] * n,), ops.broadcast: (0, "I"), ops.shift: (1,),
+        ops.all_gather: (0, "R"), ops.reduce_scatter: (1,), ops.all_reduce: ("R",), ops.replicate: (),
+        ops.shard: (0, "I"), ops.unshard: (1,), ops.all_to_all: ([3] * n, [3] * n), ops.broadcast: (0, "I"),
+        ops.all_gather_uneven: ([3 * n] * n,), ops.reduce_scatter_uneven: ([3] * n,), ops.shift: (1,),
     }.items():  # fmt: skip
         torch.library.opcheck(op.default, (x, axis.key, *arguments, ""))
 

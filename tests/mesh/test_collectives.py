@@ -106,9 +106,8 @@ def test_a_recorder_that_is_off_is_never_called(pool: Pools) -> None:
     pool(2).run(cases.off)
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_compiled_to_one_graph_equals_eager(pool: Pools, n: int) -> None:
-    for (value, gradient), (compiled_value, compiled_gradient) in pool(n).run(cases.compiled, "aot_eager"):
+def test_compiled_to_one_graph_equals_eager(pool: Pools) -> None:
+    for (value, gradient), (compiled_value, compiled_gradient) in pool(2).run(cases.compiled, "aot_eager"):
         assert torch.equal(compiled_value, value)
         assert torch.equal(compiled_gradient, gradient)
 

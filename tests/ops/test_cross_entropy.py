@@ -180,6 +180,17 @@ def test_low_precision(dtype: torch.dtype, scale: float) -> None:
         assert (got - expected).abs().max() < tolerance * expected.abs().max()
 
 
+def test_chunks_of_a_bfloat16_weight_gradient_are_summed_in_float32() -> None:
+    hidden, weight, targets = problem(600, 8, 5, torch.bfloat16)
+    weight.requires_grad_()
+    *_, want = reference(hidden, weight, targets)
+    errors = []
+    for chunk_rows in (600, 1):
+        (gradient,) = torch.autograd.grad(one_rank(hidden, weight, targets, chunk_rows), weight)
+        errors.append(float((gradient.double() - want).abs().max() / want.abs().max()))
+    assert errors[1] < 1.5 * errors[0] < 0.02
+
+
 def test_evaluation_computes_no_gradient() -> None:
     hidden, weight, targets = problem(6, 4, 7)
     weight.requires_grad_()

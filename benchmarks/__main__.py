@@ -1,0 +1,57 @@
+"""``python -m benchmarks``: every measurement in one run, as Markdown tables and, with ``--json``, as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")  # before torch is imported, here and in what is started
+
+from . import steps
+from .table import Table
+from .work import MODELS
+
+Say = Callable[[str], None]
+
+
+def _steps(quick: bool, say: Say) -> Iterator[Table]:
+    if quick:
+        yield steps.measure(["llama"], ["single", "fsdp2"], rounds=2, steps=1, say=say)
+    else:
+        yield steps.measure(list(MODELS), list(steps.GOALS), rounds=9, steps=3, say=say)
+
+
+SECTIONS = {"steps": _steps}
+
+
+def main() -> int:
+    """Run the chosen sections and print their tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Fivefold beside plain PyTorch.")
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="one section; may be given again")
+    parser.add_argument("--quick", action="store_true", help="fewer rows and rounds: whether it runs, not how fast")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables to FILE too")
+    args = parser.parse_args()
+
+    def say(text: str) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{text}")
+            sys.stderr.flush()
+
+    found: dict[str, list[Table]] = {}
+    for name in args.only or SECTIONS:
+        found[name] = list(SECTIONS[name](args.quick, lambda text, name=name: say(f"{name}: {text}")))
+        say("")
+        for table in found[name]:
+            print(f"\n{table}", flush=True)
+    if args.json:
+        tables = {name: [{"title": t.title, "rows": t.data} for t in each] for name, each in found.items()}
+        args.json.write_text(json.dumps(tables, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""The ``fivefold`` command. Nothing here imports torch: a mistake is reported before that takes its seconds."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Final
+
+from .. import __version__, recipes
+from ..config import overrides
+from ..config.errors import ConfigError
+from . import common, list_recipes, prepare, show, train, verify
+from .help import print_fields
+from .launch import RankError
+
+COMMANDS: Final = MappingProxyType(
+    {"train": train, "verify": verify, "show": show, "recipes": list_recipes, "prepare": prepare}
+)
+"""Each has SUMMARY, EXAMPLES, ``arguments(parser)`` and ``run(args, overrides) -> status``."""
+WITH_RECIPE: Final = ("train", "verify", "show")
+"""The commands that take a recipe and overrides."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv``; the exit status is 0, 1 (it failed), 2 (it was not legal) or 128 + a signal."""
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except ConfigError as error:
+        return _report(error.problems)
+    except RankError as error:
+        if error.problems:
+            return _report(error.problems)
+        sys.stderr.write(error.details)
+        print(f"error: {error}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _report(problems: Sequence[str]) -> int:
+    """Print each problem, on the first of several started ranks only; the status of a command that is not legal."""
+    ranks = common.started_ranks()
+    if ranks is None or ranks.rank == 0:
+        for problem in problems:
+            print(f"error: {problem}", file=sys.stderr)
+    return 2
+
+
+def _run(argv: list[str]) -> int:
+    parser, parsers = _parsers()
+    command = next((word for word in argv if not word.startswith("-")), None)
+    given: dict[str, str] = {}
+    if command in WITH_RECIPE:
+        argv, given = overrides.split(argv)
+        args, stray = parser.parse_known_args(argv)
+        if args.help:
+            return _help(parsers[command], args)
+        if args.recipe is None:
+            raise ConfigError([f"RECIPE is missing. Use {recipes.choices()}."])
+        given |= _parallel(args)
+        given |= _stray(stray)
+    else:
+        args = parser.parse_args(argv)
+        if args.command is None:
+            parser.print_help()
+            return 0
+    return COMMANDS[args.command].run(args, given)
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    parser = argparse.ArgumentParser(
+        prog="fivefold",
+        description="Train large language models on any mix of parallelisms, and prove any layout equal to one device.",
+        epilog="`fivefold COMMAND --help` tells more.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"fivefold {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    parsers: dict[str, argparse.ArgumentParser] = {}
+    for name, command in COMMANDS.items():
+        parsers[name] = subparsers.add_parser(
+            name,
+            help=command.SUMMARY,
+            description=command.SUMMARY[0].upper() + command.SUMMARY[1:] + ".",
+            epilog="examples:\n" + "\n".join(f"  {line}" for line in command.EXAMPLES),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=name not in WITH_RECIPE,
+            allow_abbrev=False,
+        )
+        command.arguments(parsers[name])
+    return parser, parsers
+
+
+def _help(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    parser.print_help()
+    if args.recipe is None:
+        print(f"\nEvery field can be set: --group.field value. `{parser.prog} RECIPE --help` lists them.")
+    else:
+        print_fields(recipes.load(args.recipe), common.console())
+    return 0
+
+
+def _parallel(args: argparse.Namespace) -> dict[str, str]:
+    """The layout as an override, where the command takes just one."""
+    return {"parallel": args.parallel} if isinstance(args.parallel, str) else {}
+
+
+def _stray(words: Sequence[str]) -> dict[str, str]:
+    """Words that are no argument of the command, as overrides: they are reported with the closest field."""
+    found: dict[str, str] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = value
+        elif name and not found[name]:
+            found[name] = word
+        else:
+            found[word] = ""
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

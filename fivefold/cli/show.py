@@ -1,0 +1,118 @@
+"""``fivefold show``: what a run is and costs, before it runs; for any legal layout, on any machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from ..config import counts, fields
+from ..config.check import check
+from ..config.model import DecoderConfig
+from ..config.run import RunConfig
+from .common import add_recipe, binary, configure, console, short, stop_on
+
+if TYPE_CHECKING:
+    from ..tools.footprint import Footprint
+
+SUMMARY = "show a run's configuration, size, and memory on each rank"
+EXAMPLES = (
+    "fivefold show deepseek_v3",
+    "fivefold show llama3_8b --parallel fsdp16-tp4 --train.zero 2 --json show.json",
+)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_recipe(parser)
+    parser.add_argument("--parallel", metavar="LAYOUT", help="layout, such as fsdp2-tp2")
+    parser.add_argument("--json", metavar="FILE", help="write everything to FILE as well")
+
+
+def run(args: argparse.Namespace, given: Mapping[str, str]) -> int:
+    """Print configuration, counts and bytes."""
+    recipe, problems = configure(args, given)
+    stop_on(problems + check(recipe.config, run=False))
+    config = recipe.config
+    sizes, out = _counts(config), console()
+    _print_config(recipe.name, config, out)
+    _print_counts(config, sizes, out)
+    stages = footprint(config)
+    _print_ranks(config, stages, out)
+    if args.json:
+        shown = {
+            "recipe": recipe.name,
+            "config": config.model_dump(mode="json"),
+            **sizes,
+            "ranks": [asdict(stage) for stage in stages],
+        }
+        Path(args.json).write_text(json.dumps(shown, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def footprint(config: RunConfig) -> list[Footprint]:
+    """What the ranks of each pipeline stage store."""
+    from ..tools.footprint import footprint as measure
+
+    return measure(config)
+
+
+def _counts(config: RunConfig) -> dict[str, float | None]:
+    model = config.model
+    decoder = model if isinstance(model, DecoderConfig) else None
+    return {
+        "parameters": counts.parameters(decoder) if decoder else None,
+        "active_parameters": counts.active_parameters(decoder) if decoder else None,
+        "flops_per_token": model.flops_per_token(config.data.sequence_length),
+        "kv_cache_bytes_per_token": counts.kv_cache_bytes(decoder) if decoder else None,
+    }
+
+
+def _print_config(name: str, config: RunConfig, out: Console) -> None:
+    world = config.dims.world
+    out.print(f"[bold]{name}[/]  {config.parallel}, {world:,} rank{'s' if world > 1 else ''}\n", highlight=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for leaf in fields.leaves(config):
+        if leaf.path != "parallel":
+            table.add_row(leaf.path, leaf.value or "empty")
+    out.print(table, highlight=False)
+
+
+def _print_counts(config: RunConfig, sizes: Mapping[str, float | None], out: Console) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    parameters, active = sizes["parameters"], sizes["active_parameters"]
+    if parameters is not None and active is not None:
+        table.add_row("parameters", short(parameters), f"{parameters:,}")
+        table.add_row("active per token", short(active), f"{active:,}; embedding look-up left out, head counted")
+    flops = sizes["flops_per_token"]
+    if flops is not None:
+        length = config.data.sequence_length
+        about = f"forward and backward, causal, {length:,} tokens: 6 an active matrix element, and attention"
+        table.add_row("FLOPs per token", f"{flops / 1e9:,.2f} GFLOP", about)
+    cache = sizes["kv_cache_bytes_per_token"]
+    if cache is not None:
+        table.add_row("KV cache per token", binary(cache), f"{cache:,} bytes in bfloat16")
+    out.print()
+    out.print(table, highlight=False)
+
+
+def _print_ranks(config: RunConfig, stages: list[Footprint], out: Console) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), title=f"Bytes on each rank, {config.parallel}", title_justify="left")
+    for heading in ("stage", "ranks", "parameters", "gradients", "optimizer", "sum", "gathered at most", "padding"):
+        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    alike: dict[tuple[int, ...], list[Footprint]] = {}
+    for stage in stages:
+        stored = (stage.stored_bytes, stage.gradient_bytes, stage.optimizer_bytes)
+        sizes = (*stored, sum(stored), stage.gathered_bytes, stage.padding_bytes)
+        alike.setdefault(sizes, []).append(stage)
+    for sizes, group in alike.items():
+        names = ", ".join(str(stage.stage) for stage in group)
+        table.add_row(names, f"{sum(stage.ranks for stage in group):,}", *map(binary, sizes))
+    out.print()
+    out.print(table, highlight=False)

@@ -1,0 +1,70 @@
+"""What the launched ranks of the tests do, and a process that launches them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fivefold.cli.launch import RankError, launch
+from fivefold.config.errors import ConfigError
+
+WORLD = 3
+
+
+def work(mode: str, folder: str) -> None:
+    """Meet the other ranks, then do what ``mode`` says."""
+    rank = int(os.environ.get("RANK", 0))
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    (Path(folder) / f"pid{rank}").write_text(str(os.getpid()))
+    print(f"output of rank {rank}, {torch.get_num_threads()} thread", flush=True)
+    x = torch.ones(1)
+    if mode == "raise" and rank == 1:
+        raise ValueError("the first mistake")
+    if mode == "teardown" and rank == 1:
+        try:
+            raise ValueError("the first mistake")
+        finally:
+            dist.destroy_process_group()
+            time.sleep(0.3)
+    if mode == "config":
+        raise ConfigError(["train.steps=0 is wrong. Use 1.", "optim.lr=0 is wrong. Use 2."])
+    if mode == "kill" and rank == 1:
+        os.kill(os.getpid(), 9)
+    if mode == "exit" and rank == 1:
+        os._exit(3)
+    if mode == "status" and rank == 1:
+        raise SystemExit(5)
+    if mode == "hang":
+        time.sleep(300)
+    if "RANK" in os.environ:
+        for _ in range(3):  # the others notice here that one is gone
+            dist.all_reduce(x)
+        dist.destroy_process_group()
+
+
+def run(mode: str, folder: str, world: int) -> None:
+    """Be a command of its own session that launches the ranks and writes to ``out`` and ``err`` in ``folder``."""
+    os.setsid()
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT), number)
+    sys.exit(main(mode, folder, world))
+
+
+def main(mode: str, folder: str, world: int) -> int:
+    """Launch, and print what went wrong."""
+    try:
+        launch(work, (mode, folder), world=world, logs=Path(folder) / "logs")
+    except ConfigError as error:
+        print("problems:", *error.problems, sep="\n")
+        return 2
+    except RankError as error:
+        print(f"rank={error.rank} problems={error.problems}\n{error.details}{error}", file=sys.stderr)
+        return error.status
+    print("all done")
+    return 0

@@ -1,0 +1,80 @@
+"""Finding a model's builder, and what is said of one that returns something else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fivefold.config.errors import ConfigError
+from fivefold.config.model import ModelConfig
+from fivefold.models.builder import build_parts
+from tests.helpers import single
+
+GOOD = """
+from torch import nn
+
+def parts(run, config, names=None):
+    made = {"first": nn.Embedding(config.vocab_size, 4), "last": nn.Linear(4, config.vocab_size)}
+    return made if names is None else {n: made[n] for n in names}
+
+def nothing(run, config, names=None):
+    return {}
+
+def a_list(run, config, names=None):
+    return [nn.Linear(1, 1)]
+
+def wrong_values(run, config, names=None):
+    return {"first": nn.Linear(1, 1), 2: "last"}
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "own.py").write_text(GOOD)
+    return tmp_path
+
+
+def build(reference: str, names=None) -> dict[str, nn.Module]:
+    return build_parts(single(), ModelConfig(builder=reference, vocab_size=5), names)
+
+
+def test_own_file(folder):
+    parts = build(f"{folder}/own.py:parts")
+    assert list(parts) == ["first", "last"]
+    assert parts["last"](parts["first"](torch.tensor([1]))).shape == (1, 5)
+    assert list(build(f"{folder}/own.py:parts", ["last"])) == ["last"]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("nothing", "returned no parts"),
+        ("a_list", "returned a list, not a dict"),
+        ("NUMBER", "own.py:NUMBER"),
+        ("absent", "own.py:absent"),
+    ],
+)
+def test_wrong_builders(folder, function, said):
+    with pytest.raises(ConfigError, match=r"model\.builder=") as caught:
+        build(f"{folder}/own.py:{function}")
+    assert said in str(caught.value)
+    assert len(caught.value.problems) == 1
+
+
+def test_every_problem_at_once(folder):
+    with pytest.raises(ConfigError) as caught:
+        build(f"{folder}/own.py:wrong_values", ["first"])
+    assert len(caught.value.problems) == 3
+    for problem, said in zip(
+        caught.value.problems, ["named 2, not a str", "a str as part 2", "names=['first']"], strict=True
+    ):
+        assert said in problem
+
+
+@pytest.mark.parametrize("reference", ["no.such.module:build", "nothing", "absent.py:build"])
+def test_builders_that_do_not_exist(reference):
+    with pytest.raises(ConfigError, match=f"model.builder={reference}"):
+        build(reference)
