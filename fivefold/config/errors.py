@@ -14,6 +14,10 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         super().__init__("\n".join(self.problems))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:
+        """Keep the list when an error crosses processes; an exception's own way would pass the joined text."""
+        return ConfigError, (self.problems,)
+
 
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.5) -> str | None:
     """The choice closest to ``word``, or None when nothing is close."""

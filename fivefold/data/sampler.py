@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .heldout import Heldout
 from .mixture import Mixture
 from .permutation import permute
 from .rows import Rows, Stream, join
@@ -33,22 +32,17 @@ class Sampler:
         sequence_length: int,
         batch_size: int,
         seed: int,
-        eval_rows: int = 0,
     ) -> None:
         """Sample ``files``, each of at least one row.
 
         Args:
             weights: each file's share of samples; empty takes them in proportion to rows.
-            eval_rows: about how many held-out rows to keep, in whole documents; 0 keeps all.
         """
         self.sequence_length, self.batch_size, self.seed = sequence_length, batch_size, seed
         self._streams = [Stream(file, 0, file.n_training_tokens) for file in files]
         self.n_rows = tuple(stream.n_targets // sequence_length for stream in self._streams)
         assert all(self.n_rows), "a file without a row of training tokens"
         self._mixture = Mixture(weights or self.n_rows)
-        self._heldout = Heldout(files, sequence_length, eval_rows)
-        self.n_heldout_rows = self._heldout.n_rows
-        self.n_heldout_bytes = self._heldout.n_bytes
 
     def ids(self, step: int) -> NDArray[np.int64]:
         """The sample ids of a step, counted from 1: file number times 2^48, plus row.
@@ -78,7 +72,3 @@ class Sampler:
             epoch, index = np.divmod(number[mine], self.n_rows[i])
             row[mine] = permute(index, self.n_rows[i], self.seed, i, epoch)
         return (source << SOURCE_SHIFT) | row
-
-    def heldout_rows(self, start: int, stop: int) -> Rows:
-        """Rows ``[start, stop)`` of the held-out split; those past its end have only ignored targets."""
-        return self._heldout.rows(start, stop)

@@ -42,7 +42,7 @@ _LIBRARY = torch.library.Library("fivefold", "FRAGMENT")
 
 def _scope(axis: Axis) -> str:
     """The scope of the call as text; empty when nobody records, and in a trace: there the scope at run time counts."""
-    if not axis.recorder.on or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not axis.recorder.on:
         return ""
     s = axis.recorder.scope
     return f"{s.module}|{s.phase}|{s.stage}|{s.microbatch}"

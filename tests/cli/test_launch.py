@@ -1,4 +1,4 @@
-"""The launcher: all ranks end when one fails, the first failure is what is reported, and signals leave nobody behind."""
+"""The launcher: all ranks end when one fails, the first failure is reported, and signals leave nobody behind."""
 
 from __future__ import annotations
 

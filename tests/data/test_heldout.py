@@ -24,29 +24,29 @@ def expected_targets(file: TokenFile, n_documents: int | None = None) -> list[in
 @given(heldout=st.lists(st.integers(0, 15), max_size=8), length=st.integers(1, 9), batch=st.integers(1, 5))
 def test_every_target_once(build, heldout: list[int], length: int, batch: int) -> None:
     file = build([40, 3], heldout)
-    sampler = Sampler([file], (), length, 2, seed=0)
-    n_batches = -(-sampler.n_heldout_rows // batch)
-    targets = [sampler.heldout_rows(i * batch, (i + 1) * batch).targets for i in range(n_batches)]
+    held = Heldout([file], length)
+    n_batches = -(-held.n_rows // batch)
+    targets = [held.rows(i * batch, (i + 1) * batch).targets for i in range(n_batches)]
     found = np.concatenate([np.empty(0, np.int64), *(part.ravel() for part in targets)])
     assert found[found != IGNORE].tolist() == expected_targets(file)
-    assert sampler.n_heldout_bytes == 3 * sum(heldout)
+    assert held.n_bytes == 3 * sum(heldout)
 
 
 def test_several_files_one_after_another(build) -> None:
     files = [build([20], [7, 6], name="a"), build([20], [], name="b"), build([20], [5], name="c")]
-    sampler = Sampler(files, (), 4, 2, seed=0)
-    assert sampler.n_heldout_rows == 3 + 0 + 1
+    held = Heldout(files, 4)
+    assert held.n_rows == 3 + 0 + 1
     for cut in range(5):
-        targets = np.concatenate([sampler.heldout_rows(0, cut).targets, sampler.heldout_rows(cut, 9).targets])
+        targets = np.concatenate([held.rows(0, cut).targets, held.rows(cut, 9).targets])
         assert targets[targets != IGNORE].tolist() == expected_targets(files[0]) + expected_targets(files[2])
         assert targets.shape == (9, 4)
-    assert sampler.n_heldout_bytes == 3 * 18
+    assert held.n_bytes == 3 * 18
 
 
 def test_rows_past_the_end_ignore_everything(build) -> None:
     for heldout in ([], [6]):
-        sampler = Sampler([build([20], heldout)], (), 4, 2, seed=0)
-        rows = sampler.heldout_rows(sampler.n_heldout_rows, sampler.n_heldout_rows + 3)
+        held = Heldout([build([20], heldout)], 4)
+        rows = held.rows(held.n_rows, held.n_rows + 3)
         assert (rows.targets == IGNORE).all()
         assert rows.tokens.shape == (3, 4)
 
@@ -68,8 +68,6 @@ def test_a_limit_takes_whole_documents_and_their_bytes(build, limit: int, n_docu
     heldout = Heldout([file], 4, limit)
     assert heldout.n_documents == n_documents
     assert heldout.n_bytes == 3 * sum([10, 4, 12, 14][:n_documents])
-    sampler = Sampler([file], (), 4, 2, seed=0, eval_rows=limit)
-    assert (sampler.n_heldout_rows, sampler.n_heldout_bytes) == (heldout.n_rows, heldout.n_bytes)
     targets = heldout.rows(0, heldout.n_rows + 1).targets
     assert targets[targets != IGNORE].tolist() == expected_targets(file, n_documents)
 

@@ -1,0 +1,192 @@
+"""A mistake ends the command with status 2 and one line a problem, in a second or so, before torch is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fivefold.cli.main import main
+from fivefold.data.writer import TokenFileWriter
+
+LIMIT_S = 5.0
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """An empty working folder, outside of any launcher."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def token_file(folder) -> Path:
+    """A prepared set of 5 rows of 8 tokens, of a vocabulary of 40."""
+    writer = TokenFileWriter(folder / "data" / "text", vocab_size=40, tokenizer={"tokenizer.json": "{}"})
+    writer.append(np.arange(41) % 40, [33, 8], [99, 24])
+    writer.start_heldout()
+    writer.append(np.arange(20), [20], [60])
+    writer.finish(text_bytes=183)
+    return folder / "data" / "text"
+
+
+def errors(capsys, line: str) -> list[str]:
+    """What ``fivefold LINE`` says; it must end with status 2, in time, and print only errors."""
+    begin = time.monotonic()
+    assert main(line.split()) == 2
+    assert time.monotonic() - begin < LIMIT_S
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert all(text.startswith("error: ") for text in lines)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("train moe_tinny", ["recipe=moe_tinny is not a recipe", "Did you mean moe_tiny?"]),
+        ("verify moe_tinny --parallel tp2", ["Did you mean moe_tiny?"]),
+        ("show deepseek_v4", ["Did you mean deepseek_v3?"]),
+        ("train", ["RECIPE is missing", "moe_demo"]),
+        ("train moe_tiny --train.stepz 5", ["train.stepz=5 is not a field", "Did you mean train.steps?"]),
+        ("train moe_tiny --stepz 5", ["stepz=5 is not a field", "Did you mean train.steps?"]),
+        ("train moe_tiny --stepz=5", ["stepz=5", "Did you mean train.steps?"]),
+        ("train moe_tiny extra", ["extra= is not a field"]),
+        ("show moe_tiny --run-dir x", ["run_dir=x is not a field"]),
+        ("train moe_tiny --parallel fdsp2", ["parallel=fdsp2 has 'fdsp2'", "Did you mean fsdp2?"]),
+        ("train moe_tiny --parallel fsdp*", ["fsdp to the number of ranks", "torchrun"]),
+        (
+            "train moe_tiny --parallel pp2",
+            ["pp=2 is a legal axis that this version cannot run yet", "ddp, fsdp and tp"],
+        ),
+        ("verify moe_tiny --parallel cp2", ["cp=2 is a legal axis"]),
+        ("train moe_tiny --parallel tp3", ["tp=3", "tp in [1, 2, 4]"]),
+        ("train moe_tiny --parallel tp2 --data.sequence-length 15", ["sequence_length=15", "14 or 16"]),
+        ("train moe_tiny --parallel fsdp2 --data.batch-size 9", ["batch_size=9", "=8 or 10"]),
+        ("train moe_tiny --train.microbatches 3", ["batch_size=8", "train.microbatches=3", "6 or 9"]),
+        ("show moe_tiny --parallel fsdp3-ep3 --data.batch-size 9", ["n_experts=8 is not a multiple of ep=3", "6 or"]),
+        ("train moe_tiny --model.dim 0", ["model.dim=0 is not above 0", "from 1"]),
+        ("train moe_tiny --model.dim -4", ["model.dim=-4 is not above 0"]),
+        ("train moe_tiny --data.batch-size 0", ["data.batch_size=0 is not above 0"]),
+        ("train moe_tiny --parallel tp0", ["tp=0 is below 1"]),
+        ("train moe_tiny --model.moe.top-k 9", ["top_k=9 is above model.moe.n_experts=8"]),
+        ("train moe_tiny --optim.warmup-steps 30", ["warmup_steps=30 is longer than the run (train.steps=20)"]),
+        ("verify moe_tiny --steps 0", ["train.steps=0 is not above 0"]),
+        ("verify moe_tiny --dtype bfloat16", ["bfloat16 cannot be verified", "float64 or float32"]),
+        ("verify moe_tiny --dtype floaty", ["train.dtype=floaty"]),
+        ("train moe_tiny --data.files nowhere", ["data.files=nowhere is not prepared"]),
+        ("train moe_tiny --data.files stdlib", ["vocabulary of 4096", "model.vocab_size=37"]),
+        ("prepare nowhere.txt", ["nowhere.txt"]),
+    ],
+)
+def test_messages(capsys, line, words):
+    found = errors(capsys, line)
+    assert any(all(word in text for word in words) for text in found), found
+
+
+def test_many_at_once(capsys, folder):
+    (folder / "old").mkdir()
+    (folder / "old" / "config.json").write_text("{}")
+    found = errors(
+        capsys,
+        "train moe_tiny --parallel fsdp3-pp2 --optm.lr 1 --train.steps abc --model.moe.top-k 9 --optim.warmup-steps 30 "
+        "--run-dir old --data.files nowhere --data.weights 1,2 --stepz 4",
+    )
+    keys = ("optm.lr=1", "stepz=4", "train.steps=abc", "model.moe.top_k=9", "optim.warmup_steps=30", "run_dir=old")
+    keys += ("data.files=nowhere", "data.weights=", "pp=2", "data.batch_size=8")
+    for key in keys:
+        assert sum(f"error: {key}" in text for text in found) == 1, (key, found)
+    assert len(found) == len(keys)
+
+
+def test_gpu_where_none_is(capsys, monkeypatch):
+    monkeypatch.setattr("fivefold.cli.train.gpu_count", lambda visible: 0)
+    assert "train.device=cuda asks for a GPU" in errors(capsys, "train moe_tiny --train.device cuda")[0]
+    monkeypatch.setattr("fivefold.cli.train.gpu_count", lambda visible: 1)
+    assert "this machine has 1" in errors(capsys, "train moe_tiny --parallel tp2")[0]
+
+
+def test_run_folder(capsys, folder):
+    (folder / "run").mkdir()
+    (folder / "run" / "config.json").write_text("{}")
+    assert "run_dir=run already holds a run" in errors(capsys, "train moe_tiny --run-dir run")[0]
+    (folder / "file").write_text("")
+    assert "lies under a file" in errors(capsys, "train moe_tiny --run-dir file/run")[0]
+    (folder / "runs").write_text("")
+    assert "run_dir=runs (the default) lies under a file" in errors(capsys, "train moe_tiny")[0]
+
+
+def test_a_folder_one_may_not_write(capsys, folder, monkeypatch):
+    (folder / "mine").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    assert "run_dir=mine/run cannot be written" in errors(capsys, "train moe_tiny --run-dir mine/run")[0]
+
+
+def test_data(capsys, token_file):
+    line = "train moe_tiny --data.files text --data.sequence-length 8 --data.batch-size"
+    assert "vocabulary of 40, more than the model's (model.vocab_size=37)" in errors(capsys, f"{line} 4")[0]
+    line = line.replace("moe_tiny", "moe_tiny --model.vocab-size 41")
+    assert "data.batch_size=6 exceeds the rows of the training data" in errors(capsys, f"{line} 6")[0]
+    content = (token_file / "tokens.bin").read_bytes()
+    (token_file / "tokens.bin").write_bytes(content[:-2])
+    assert "tokens.bin" in errors(capsys, f"{line} 4")[0]
+    (token_file / "tokens.bin").write_bytes(content[:10] + bytes([content[10] ^ 1]) + content[11:])
+    assert "tokens.bin" in errors(capsys, f"{line} 4")[0]
+
+
+def test_other_files_are_checked_before_the_library_is_prepared(capsys, folder):
+    (text,) = errors(capsys, "train moe_demo --data.files stdlib,nowhere")
+    assert "data.files=nowhere is not prepared" in text
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(("rank", "printed"), [("0", True), ("1", False)])
+def test_under_torchrun_the_first_rank_speaks(capsys, monkeypatch, rank, printed):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", "4"), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    found = errors(capsys, "train moe_tiny --parallel fsdp2 --optim.warmup-steps 30")
+    assert len(found) == (2 if printed else 0)
+    assert not printed or "parallel=fsdp2 needs 2 ranks (fsdp2), but 4 were started" in found[0]
+
+
+def test_torchrun(folder):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fivefold"]
+    command += ["train", "moe_tiny", "--parallel", "fsdp*-tp4"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, check=False)
+    assert done.returncode != 0
+    assert done.stderr.count("error: parallel=fsdp*-tp4") == 1
+    assert done.stderr.count("exitcode  : 2") == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "moe_tiny", "--parallel", "tp3", "--train.steps", "0"],
+        ["train", "moe_tiny", "--train.device", "cuda", "--data.files", "nowhere"],
+        ["verify", "moe_tiny", "--parallel", "pp2"],
+        ["show", "moe_tiny", "--model.dim", "0"],
+        ["recipes"],
+        ["train", "moe_tiny", "--help"],
+        ["prepare", "nowhere.txt"],
+    ],
+)
+def test_torch_is_not_imported(folder, words):
+    code = (
+        "import sys\nfrom fivefold.cli.main import main\nstatus = main(sys.argv[1:])\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] == 'torch']\nsys.exit(status)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    env.pop("CUDA_VISIBLE_DEVICES", None)
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, env=env)
+    expected = 0 if words[0] == "recipes" or "--help" in words else 2
+    assert done.returncode == expected, done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,196 @@
+"""The commands as a user meets them: help, lists, numbers, exit statuses, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fivefold import __version__, recipes
+from fivefold.cli import train
+from fivefold.cli.main import COMMANDS, main
+from fivefold.config import fields
+from fivefold.recipes import RECIPES
+from fivefold.tools import footprint, verify
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """An empty working folder, outside of any launcher."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def output(capsys, *words: str, status: int = 0) -> str:
+    assert main(words) == status
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "fivefold", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=env, check=False)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"fivefold {__version__}\n"
+
+
+def test_help(capsys):
+    text = output(capsys)
+    assert all(command in text for command in COMMANDS)
+    for command in ("train", "verify", "show"):
+        text = output(capsys, command, "--help")
+        assert "RECIPE" in text
+        assert "examples:" in text
+        assert "--group.field value" in text
+
+
+@pytest.mark.parametrize("name", ["moe_tiny", "llama3_405b"])
+def test_help_of_a_recipe_shows_every_field(capsys, name):
+    text = " ".join(output(capsys, "train", name, "--help").split())
+    leaves = list(fields.leaves(RECIPES[name]()))
+    assert len(leaves) > 50
+    for leaf in leaves:
+        assert leaf.doc, leaf.path
+        if leaf.path != "parallel":
+            flag = f"--{leaf.path.replace('_', '-')}"
+            kind = leaf.kind[0].upper() + leaf.kind[1:]
+            assert f"{flag} {leaf.value or chr(34) * 2} {leaf.doc} {kind}." in text, leaf
+
+
+def test_what_help_shows_can_be_typed():
+    for name in RECIPES:
+        config = RECIPES[name]()
+        given = {leaf.path: leaf.value for leaf in fields.leaves(config)}
+        again, problems = train.configure(type("Args", (), {"recipe": name}), given)
+        assert problems == []
+        assert again.config == config
+
+
+def test_recipes(capsys, folder):
+    text = output(capsys, "recipes", "--json", "list.json")
+    assert all(name in text for name in RECIPES)
+    rows = {row["name"]: row for row in json.loads((folder / "list.json").read_text())}
+    assert rows["deepseek_v3"]["parameters"] == 671_026_404_352
+    assert all(row["about"].endswith(".") for row in rows.values())
+
+
+def test_show(capsys, folder, monkeypatch):
+    stage = footprint.Footprint(stage=0, ranks=4, n_parts=6, stored_bytes=3 * 2**30, gathered_bytes=2**20,
+                                gradient_bytes=2**30, optimizer_bytes=2**31, padding_bytes=7)  # fmt: skip
+    stages = [stage, stage.__class__(**{**vars(stage), "stage": 1})]
+    monkeypatch.setattr(footprint, "footprint", lambda config: stages)
+    text = output(capsys, "show", "deepseek_v3", "--parallel", "pp2-fsdp4", "--train.seed", "5", "--json", "show.json")
+    for word in ("671.03 B", "671,026,404,352", "36.63 B", "250.46 GFLOP", "70,272 bytes", "pp2-fsdp4, 8 ranks"):
+        assert word in text
+    assert "train.seed                          5" in text
+    assert "0, 1       8    3.00 GiB   1.00 GiB   2.00 GiB  6.00 GiB" in text
+    shown = json.loads((folder / "show.json").read_text())
+    assert shown["recipe"] == "deepseek_v3"
+    assert shown["config"]["train"]["seed"] == 5
+    assert shown["kv_cache_bytes_per_token"] == 70_272
+    assert [r["stored_bytes"] for r in shown["ranks"]] == [3 * 2**30] * 2
+    assert recipes.load("show.json").config.train.seed == 5
+
+
+def test_verify(capsys, folder, monkeypatch):
+    good = verify.Report(layout="tp2", dtype="float64", steps=3, loss=1e-15, grad_norm=0.0, gradient=2e-15, parameter=3e-15,
+                         experts=True, replicas=True, owners=True, worst=("a.b", 3e-15), first_difference=None,
+                         passed=True)  # fmt: skip
+    bad = verify.replace(good, layout="fsdp2", passed=False, worst=("layer.w", 0.5), first_difference="layer")
+    asked = []
+
+    def fake(config, layouts):
+        asked.append((config, layouts))
+        return [good if layout == "tp2" else bad for layout in layouts]
+
+    monkeypatch.setattr(verify, "verify", fake)
+    text = output(capsys, "verify", "moe_tiny", "--parallel", "tp2", "--json", "one.json")
+    assert "passed" in text
+    assert json.loads((folder / "one.json").read_text())["layout"] == "tp2"
+    words = [
+        "verify",
+        "moe_tiny",
+        "--parallel",
+        "tp2",
+        "fsdp2",
+        "--steps",
+        "2",
+        "--dtype",
+        "float32",
+        "--json",
+        "two.json",
+    ]
+    text = output(capsys, *words, "--train.zero", "1", status=1)
+    assert "worst parameter layer.w (5.0e-01)" in text
+    assert "first difference in layer" in text
+    assert [r["passed"] for r in json.loads((folder / "two.json").read_text())] == [True, False]
+    first, second = (config.train for config, _ in asked)
+    assert (first.steps, first.dtype, first.device, first.zero) == (3, "float64", "cpu", 3)
+    assert (second.steps, second.dtype, second.zero) == (2, "float32", 1)
+
+
+def test_the_default_folder_is_new_each_time(folder, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda form: "now")
+    names = [str(train._make_folder(None, "/a/b.py:mine", "tp2")) for _ in range(3)]
+    assert names == ["runs/mine-tp2-now", "runs/mine-tp2-now-2", "runs/mine-tp2-now-3"]
+    assert train._make_folder("given/one", "moe_tiny", "tp2").is_dir()
+
+
+def test_the_ranks_get_the_resolved_configuration(monkeypatch):
+    seen = []
+    monkeypatch.setattr("fivefold.train.main.run", lambda *args: seen.append(args))
+    assert main(["train", "moe_tiny", "--train.steps", "3", "--run-dir", "here"]) == 0
+    ((config, recipe, run_dir),) = seen
+    assert (config.train.steps, recipe, run_dir) == (3, "moe_tiny", "here")
+    assert config == recipes.restore("moe_tiny", config.model_dump(mode="json")).config
+
+
+def test_under_torchrun_the_layout_takes_the_ranks(monkeypatch):
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    seen = []
+    monkeypatch.setattr("fivefold.train.main.run", lambda *args: seen.append(args))
+    assert main(["train", "moe_tiny", "--parallel", "fsdp*-tp2"]) == 0
+    ((config, _, run_dir),) = seen
+    assert (config.parallel, run_dir) == ("fsdp2-tp2", "")
+
+
+def test_a_failing_run_ends_with_its_error(capsys, monkeypatch):
+    def fail(*args):
+        raise FloatingPointError("gradient of layer.w is nan at step 3")
+
+    monkeypatch.setattr("fivefold.train.main.run", fail)
+    assert main(["train", "moe_tiny", "--run-dir", "here"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert lines[-1] == "error: rank 0 of 1 failed: FloatingPointError: gradient of layer.w is nan at step 3"
+
+
+@pytest.mark.slow
+def test_train_for_real(folder):
+    done = run("train", "moe_tiny", "--parallel", "fsdp2", "--train.steps", "2", "--run-dir", "run")
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stdout
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] == 2
+    assert (folder / "run" / "logs" / "rank1.txt").exists()
+
+
+@pytest.mark.slow
+def test_verify_for_real(folder):
+    done = run("verify", "dense_tiny", "--parallel", "tp2", "fsdp2", "--steps", "1", "--json", "report.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [r["passed"] for r in json.loads((folder / "report.json").read_text())] == [True, True]
