@@ -97,15 +97,20 @@ def main() -> None:
     costs = {}
     with Pool(4, timeout_s=120) as pool:
         for mode in MODES:
-            train = config.train.model_copy(update={"recompute": mode, "dtype": "float32", "zero": 1, "small_buffer": 0})
+            train = config.train.model_copy(
+                update={"recompute": mode, "dtype": "float32", "zero": 1, "small_buffer": 0}
+            )
             costs[mode] = pool.run(measure, config.model_copy(update={"train": train}))[0]
-    table = Table(title="moe_demo, fsdp2-tp2, 4 sequences of 256 a rank, fp32: one rank, one step", title_justify="left")
+    table = Table(
+        title="moe_demo, fsdp2-tp2, 4 sequences of 256 a rank, fp32: one rank, one step", title_justify="left"
+    )
     for column in ("train.recompute", "kept MiB", "of none", "FLOPs of none", "collectives repeated", "KiB sent again"):
         table.add_column(column, justify="right")
     plain = costs["none"]
     for mode, c in costs.items():
         table.add_row(mode, f"{c.kept_bytes / 2**20:.1f}", f"{c.kept_bytes / plain.kept_bytes:.2f}",
-                      f"{c.flops / plain.flops:.3f}", f"{c.repeated} of {plain.collectives}", f"{c.repeated_bytes / 1024:,.0f}")  # fmt: skip
+                      f"{c.flops / plain.flops:.3f}", f"{c.repeated} of {plain.collectives}",
+                      f"{c.repeated_bytes / 1024:,.0f}")  # fmt: skip
     Console(width=120).print(table)
 
 

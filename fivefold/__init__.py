@@ -1,7 +1,7 @@
 """Fivefold trains large language models on any mix of five parallelisms, and proves that a layout computes what one
 device computes.
 
-``from fivefold import RunConfig, ParallelDims, Mesh, verify, train``: the first two load at once, the others bring torch.
+``from fivefold import RunConfig, ParallelDims, Mesh, verify, train``: two load at once, three with torch.
 ``train`` is the package of the training run; ``train.run(config)`` runs this process's rank.
 """
 

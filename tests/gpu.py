@@ -54,7 +54,9 @@ def same_step(console: Console) -> bool:
         rough = max(abs(a / b - 1) for a, b in zip(half, cpu, strict=True))
         ok = error < 1e-4 and rough < 2e-2
         fine &= ok
-        console.print(f"{'ok  ' if ok else 'FAIL'} {name}: fp32 GPU against CPU {error:.1e}, bf16 against fp32 {rough:.1e}")
+        console.print(
+            f"{'ok  ' if ok else 'FAIL'} {name}: fp32 GPU against CPU {error:.1e}, bf16 against fp32 {rough:.1e}"
+        )
     return fine
 
 
@@ -63,7 +65,9 @@ def scaled_up() -> RunConfig:
     config = load("moe_demo").config
     model = config.model
     assert isinstance(model, DecoderConfig) and model.moe is not None
-    attention = model.attention.model_copy(update={"n_heads": 16, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "v_dim": 128})
+    attention = model.attention.model_copy(
+        update={"n_heads": 16, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "v_dim": 128}
+    )
     moe = model.moe.model_copy(update={"n_experts": 16, "top_k": 4, "expert_dim": 1408})
     model = model.model_copy(update={"dim": 2048, "n_layers": 10, "ffn_dim": 8192, "attention": attention, "moe": moe})
     data = config.data.model_copy(update={"batch_size": 8, "sequence_length": 2048})
@@ -106,7 +110,13 @@ def speeds(console: Console) -> None:
             config = with_train(base, dtype="bfloat16", compile=compiled, recompute=recompute, steps=100)
             rate, memory = speed(config)
             share = mfu(flops, rate, 1, peak)
-            table.add_row(compiled, recompute, f"{rate:,.0f}", "unknown peak" if share is None else f"{share:.1%}", f"{memory:.1f}")
+            table.add_row(
+                compiled,
+                recompute,
+                f"{rate:,.0f}",
+                "unknown peak" if share is None else f"{share:.1%}",
+                f"{memory:.1f}",
+            )
             torch.cuda.empty_cache()
     console.print(table)
 

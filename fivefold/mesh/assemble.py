@@ -12,7 +12,9 @@ from .mesh import Mesh
 from .pieces import Piece
 
 
-def assemble(pieces: Iterable[Piece], shapes: Mapping[str, tuple[int, ...]], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+def assemble(
+    pieces: Iterable[Piece], shapes: Mapping[str, tuple[int, ...]], mesh: Mesh
+) -> Iterator[tuple[str, Tensor]]:
     """Each whole parameter in turn, on every rank of a replica: the sum of what its owners hold, zeros elsewhere.
 
     One parameter exists at a time. A parameter that two stages hold comes from the first.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..mesh import transport
+from ..mesh.collectives import sum_values
 from ..mesh.mesh import Mesh
 from ..train.state import TrainState
 from ..wrap.buffer import Shard
@@ -71,7 +72,8 @@ def worst(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> tuple[str, float]
 class Watcher:
     """Keeps each part's output and its gradient, and gives them whole.
 
-    Between parts a tensor is ``[B, t, D]``: rows are cut over ``ddp`` and ``fsdp``, tokens over ``cp`` and ``tp``.
+    Between parts a tensor is ``[B, t, D]``: rows are cut over ``ddp`` and ``fsdp``, tokens over ``cp`` and ``tp``. The
+    last part's is the loss: P over ``ddp``, ``fsdp`` and ``cp``.
     """
 
     def __init__(self) -> None:
@@ -83,7 +85,7 @@ class Watcher:
             x.register_hook(lambda gradient: self._keep(name, "gradient", gradient))
 
     def _keep(self, name: str, kind: str, x: Tensor) -> None:
-        if x.ndim == 3:
+        if x.ndim == 3 or (x.ndim == 0 and kind == "activation"):
             self._seen.setdefault((name, kind), []).append(x.detach())
 
     def whole(self, mesh: Mesh) -> dict[tuple[str, str], Tensor]:
@@ -91,6 +93,9 @@ class Watcher:
         order = sorted(self._seen, key=lambda key: key[1])  # activations first; stable, so in the order they came
         found = {}
         for key in order:
+            if self._seen[key][0].ndim == 0:
+                found[key] = sum_values(torch.stack(self._seen[key]).sum(), mesh.join("ddp", "fsdp", "cp"))
+                continue
             x = torch.cat(self._seen[key])
             for axis, dim in ((mesh.join("cp", "tp"), 1), (mesh.join("ddp", "fsdp"), 0)):
                 if axis.size > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -42,7 +43,7 @@ class Footprint:
 def stages_of(names: Sequence[str], pp: int) -> list[Sequence[str]]:
     """The parts of each stage: in order, as equal in number as can be."""
     cut = [round(len(names) * i / pp) for i in range(pp + 1)]
-    return [names[a:b] for a, b in zip(cut, cut[1:], strict=False)]
+    return [names[a:b] for a, b in pairwise(cut)]
 
 
 def footprint(config: RunConfig) -> list[Footprint]:
@@ -73,8 +74,15 @@ def _stage(config: RunConfig, dims: ParallelDims, stage: int, names: Sequence[st
         units.append(unit)
         gathered += unit
     if config.train.zero == 3:  # one in use and the next on its way
-        gathered = max((a + b for a, b in zip(units, [*units[1:], 0], strict=True)), default=0)
+        gathered = max((a + b for a, b in pairwise([*units, 0])), default=0)
     master = dtypes.master.itemsize
-    return Footprint(stage=stage, ranks=ranks, n_parts=len(names), stored_bytes=stored * master, gathered_bytes=gathered,
-                     gradient_bytes=(stored + (flat if config.train.zero == 1 else 0)) * master,
-                     optimizer_bytes=2 * stored * master, padding_bytes=padding * master)  # fmt: skip
+    return Footprint(
+        stage=stage,
+        ranks=ranks,
+        n_parts=len(names),
+        stored_bytes=stored * master,
+        gathered_bytes=gathered,
+        gradient_bytes=(stored + (flat if config.train.zero == 1 else 0)) * master,
+        optimizer_bytes=2 * stored * master,
+        padding_bytes=padding * master,
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from ..mesh.mesh import Mesh
 from ..mesh.pool import Pool
 from ..mesh.pool_worker import RankContext
 from ..train.batch import Batches
-from ..train.state import TrainState, build_state
+from ..train.state import build_state
 from ..train.step import train_step
-from .compare import Watcher, gather_whole, relative_error, reduce_everywhere, worst
+from ..wrap.buffer import Shard
+from .compare import Watcher, gather_whole, reduce_everywhere, relative_error, worst
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
 """Largest error that passes, by dtype."""
@@ -90,8 +92,7 @@ def run_steps(config: RunConfig, mesh: Mesh, steps: int, *, watch: bool = False)
         losses.append(stats.loss.item())
         norms.append(stats.grad_norm)
         if first is None:
-            scale = min(1.0, config.optim.max_norm / stats.grad_norm) if config.optim.max_norm and stats.grad_norm else 1.0
-            first = gather_whole(state, lambda s: _gradient(s.value.grad, s.piece.data) / scale)
+            first = gather_whole(state, partial(_unclipped, norm=stats.grad_norm, max_norm=config.optim.max_norm))
             seen = watcher.whole(mesh) if watcher else {}
         for name, moe in state.experts.items():
             experts[name] += [stats.load.counts[name].clone(), moe.bias.clone()]
@@ -102,21 +103,35 @@ def run_steps(config: RunConfig, mesh: Mesh, steps: int, *, watch: bool = False)
                    first.replicas and last.replicas, seen)  # fmt: skip
 
 
-def _gradient(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if gradient is None else gradient.detach()
+def _unclipped(shard: Shard, norm: float, max_norm: float) -> Tensor:
+    """The gradient as it was before a clipping to ``max_norm`` (0: none)."""
+    clipped = shard.value.grad
+    if clipped is None:
+        return torch.zeros_like(shard.piece.data)
+    return clipped.detach() * max(1.0, norm / max_norm if max_norm else 1.0)
 
 
 def compare(config: RunConfig, outcome: Outcome, oracle: Outcome, experts: bool, tolerance: float) -> Report:
     """The report of ``outcome`` against ``oracle``."""
-
     loss = max(_scalar_error(a, b) for a, b in zip(outcome.losses, oracle.losses, strict=True))
     norm = max(_scalar_error(a, b) for a, b in zip(outcome.norms, oracle.norms, strict=True))
     gradient, parameter = worst(outcome.gradients, oracle.gradients), worst(outcome.parameters, oracle.parameters)
-    fine = max(loss, norm, gradient[1], parameter[1]) <= tolerance and experts and outcome.owners and outcome.replicas
-    return Report(layout=config.parallel, dtype=config.train.dtype, steps=len(outcome.losses), loss=loss, grad_norm=norm,
-                  gradient=gradient[1], parameter=parameter[1], experts=experts, replicas=outcome.replicas,
-                  owners=outcome.owners, worst=max(gradient, parameter, key=lambda w: w[1]), first_difference=None,
-                  passed=fine)  # fmt: skip
+    close = max(loss, norm, gradient[1], parameter[1]) <= tolerance
+    return Report(
+        layout=config.parallel,
+        dtype=config.train.dtype,
+        steps=len(outcome.losses),
+        loss=loss,
+        grad_norm=norm,
+        gradient=gradient[1],
+        parameter=parameter[1],
+        experts=experts,
+        replicas=outcome.replicas,
+        owners=outcome.owners,
+        worst=max(gradient, parameter, key=lambda w: w[1]),
+        first_difference=None,
+        passed=close and experts and outcome.owners and outcome.replicas,
+    )
 
 
 def _scalar_error(a: float, b: float) -> float:
@@ -125,7 +140,11 @@ def _scalar_error(a: float, b: float) -> float:
 
 def _agree(values: dict[str, list[Tensor]], mesh: Mesh) -> bool:
     """Whether all ranks hold the same bits."""
-    flat = torch.cat([x.double() for held in values.values() for x in held]) if values else torch.zeros(1, dtype=torch.float64)
+    flat = (
+        torch.cat([x.double() for held in values.values() for x in held])
+        if values
+        else torch.zeros(1, dtype=torch.float64)
+    )
     high, low = flat.clone(), flat.clone()
     reduce_everywhere(high, mesh, "max")
     reduce_everywhere(low, mesh, "min")
@@ -191,8 +210,14 @@ def forked_pool(world: int) -> Pool:
     return Pool(world, timeout_s=600, method="fork")
 
 
-def verify(config: RunConfig, layouts: Sequence[str], *, tolerance: float | None = None,
-           progress: Callable[[Report], None] | None = None, pools: Callable[[int], Pool] = forked_pool) -> list[Report]:  # fmt: skip
+def verify(
+    config: RunConfig,
+    layouts: Sequence[str],
+    *,
+    tolerance: float | None = None,
+    progress: Callable[[Report], None] | None = None,
+    pools: Callable[[int], Pool] = forked_pool,
+) -> list[Report]:
     """Compare each layout of ``config`` with one rank, layouts of one size in one pool of local processes.
 
     Args:

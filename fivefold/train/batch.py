@@ -85,7 +85,9 @@ def to_device(rows: Rows, device: torch.device) -> dict[str, Tensor]:
     return tensors
 
 
-def cut(rows: Rows, tensors: dict[str, Tensor], parts: int, n_targets: Tensor, n_sequences: int) -> Iterator[MicroBatch]:
+def cut(
+    rows: Rows, tensors: dict[str, Tensor], parts: int, n_targets: Tensor, n_sequences: int
+) -> Iterator[MicroBatch]:
     """``parts`` microbatches of equally many rows, in order."""
     size = len(rows.tokens) // parts
     for i in range(parts):

@@ -13,6 +13,7 @@ from ..mesh.mesh import Mesh
 from ..mesh.text import gather_text
 from ..wrap.buffer import Shard
 
+
 class NonFiniteGradient(FloatingPointError):
     """A gradient with an infinity or NaN in it; the step updated nothing."""
 
@@ -38,8 +39,9 @@ def gradient_norm(shards: Sequence[Shard], mesh: Mesh) -> Tensor:
 
 def clip(shards: Sequence[Shard], norm: float, max_norm: float) -> None:
     """Scale the gradient down to ``max_norm`` if it is longer; 0 leaves it."""
-    if max_norm and norm > max_norm:
-        torch._foreach_mul_(gradients(shards), max_norm / norm)
+    held = gradients(shards)
+    if held and max_norm and norm > max_norm:
+        torch._foreach_mul_(held, max_norm / norm)
 
 
 def refuse_non_finite(shards: Sequence[Shard], norm: float, step: int, lr: float, mesh: Mesh) -> None:

@@ -40,7 +40,9 @@ def run(config: RunConfig, recipe: str, run_dir: str) -> None:
         make_deterministic()
     process = join(config.comm, device)
     recorder = RangeRecorder() if config.profile.every else NULL
-    mesh = Mesh(config.dims, process.rank, device=process.device, recorder=recorder, timeout_s=config.comm.init_timeout_s)
+    mesh = Mesh(
+        config.dims, process.rank, device=process.device, recorder=recorder, timeout_s=config.comm.init_timeout_s
+    )
     folder = Path(gather_text(run_dir, mesh.world, mesh.device)[0])
     with oom_snapshot(folder / "profile" / f"out-of-memory-rank{process.rank}.pickle"):
         _train(config, mesh, folder)
@@ -91,7 +93,7 @@ def _step(state: TrainState, batches: Batches, reporting: Reporting, profiler: P
 
 
 def _collect_garbage(step: int, every: int) -> None:
-    """Python collects when it likes, and one rank that collects makes all others wait; so all do it on the same step."""
+    """Python collects when it likes, and one rank that does makes all others wait; so all collect on the same step."""
     if not every:
         return
     if step == 1:

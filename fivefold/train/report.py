@@ -46,7 +46,7 @@ class Reporting:
         self._console.header({
             "model": f"{quantity(total)} parameters, {quantity(self._flops)}FLOP a token forward and backward",
             "layout": f"{mesh.dims} on {mesh.dims.world} {mesh.device.type} ranks, ZeRO {config.train.zero}",
-            "dtypes": f"compute {_short(dtypes.compute)}, stored {_short(dtypes.master)}, reduced {_short(dtypes.reduce)}",
+            "dtypes": ", ".join(f"{use} {_short(getattr(dtypes, use))}" for use in ("compute", "master", "reduce")),
             "batch": f"{config.data.batch_size} x {config.data.sequence_length} tokens a step, "
                      f"{config.train.microbatches} microbatches a data rank, {config.train.steps} steps",
             "run folder": str(folder),
@@ -126,7 +126,10 @@ def parameter_norms(state: TrainState) -> dict[str, object]:
             squares[0, names[s.piece.name]] += s.value.grad.double().square().sum()
         squares[1, names[s.piece.name]] += s.piece.data.double().square().sum()
     both = sum_values(squares, state.mesh.join("pp", "fsdp", "cp", "tp")).sqrt().tolist()
-    return {kind: dict(zip(names, values, strict=True)) for kind, values in zip(("grad_norms", "weight_norms"), both, strict=True)}
+    return {
+        kind: dict(zip(names, values, strict=True))
+        for kind, values in zip(("grad_norms", "weight_norms"), both, strict=True)
+    }
 
 
 def _reporters(config: RunConfig, folder: Path) -> list[Reporter]:

@@ -18,7 +18,7 @@ from ..mesh import transport
 from ..mesh.axis import Axis
 from ..mesh.init import initial_values
 from ..mesh.parameter import ParamSpec, attach, spec_of
-from ..mesh.pieces import Piece, clipped, flat_index
+from ..mesh.pieces import Piece, clipped
 from .arrange import arrange
 from .streams import Streams
 
@@ -74,8 +74,8 @@ class Buffer:
         streams: where its collectives run.
     """
 
-    def __init__(self, entries: list[Entry], axis: Axis, ddp: Axis, precision: Precision, seed: int, device: torch.device,
-                 streams: Streams) -> None:  # fmt: skip
+    def __init__(self, entries: list[Entry], axis: Axis, ddp: Axis, precision: Precision, seed: int,
+                 device: torch.device, streams: Streams) -> None:  # fmt: skip
         self.axis, self.ddp, self.precision, self.streams = axis, ddp, precision, streams
         self.trainable = entries[0].parameter.requires_grad
         self.compute = entries[0].spec.dtype or precision.compute
@@ -86,7 +86,9 @@ class Buffer:
         """Whether gradients need no flat copy: nothing is summed over ranks, so they stay where autograd puts them."""
         self.shard = torch.zeros(self.per_rank, dtype=precision.master, device=device)
         self.grad = None if self.in_place or not self.trainable else torch.zeros_like(self.shard)
-        self.full = self.shard if self.stored_as_used else torch.empty(n * self.per_rank, dtype=self.compute, device=device)
+        self.full = (
+            self.shard if self.stored_as_used else torch.empty(n * self.per_rank, dtype=self.compute, device=device)
+        )
         self._storage = self.full.untyped_storage()
         self._bytes = self._storage.nbytes()
         self.entries = entries
@@ -109,7 +111,8 @@ class Buffer:
         """The module's parameter, as a view of ``full`` with a version counter of its own."""
         entry, offset = self.entries[index], self.arrangement.offsets[index]
         old = entry.parameter
-        data = torch.empty(0, dtype=self.compute, device=self.full.device).set_(self._storage, offset, old.shape)
+        data = torch.empty(0, dtype=self.compute, device=self.full.device)
+        data.set_(self._storage, offset, old.shape)  # type: ignore[call-overload]
         p = attach(nn.Parameter(data, requires_grad=old.requires_grad), entry.spec)
         setattr(entry.module, entry.attribute, p)
         if self.grad is not None:

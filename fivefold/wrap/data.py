@@ -12,11 +12,13 @@ ZeRO   parameters are gathered         gradients are reduced
 3      for each forward and backward   after every microbatch
 =====  ==============================  =============================
 
-A part is any module called as ``part(x, microbatch)``. It may say more of itself: ``prepare(microbatch)`` is called before
-it; ``backward_uses_parameters = False`` spares a gather; ``uses_parameters_of`` names earlier parts whose parameters it
-uses too; ``recomputes = False`` takes it out of recompute.
+A part is any module called as ``part(x, microbatch)``. It may say more of itself: ``prepare(microbatch)`` is called
+before it; ``backward_uses_parameters = False`` spares a gather; ``uses_parameters_of`` names earlier parts whose
+parameters it uses too; ``recomputes = False`` takes it out of recompute.
 
-Optimizer state is always sharded. Source: Rajbhandari et al. 2020, arXiv 1910.02054; Zhao et al. 2023, arXiv 2304.11277.
+Optimizer state is always sharded.
+
+Source: Rajbhandari et al. 2020, arXiv 1910.02054; Zhao et al. 2023, arXiv 2304.11277.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Executor:
         """Forward and backward of every microbatch; gradients end up summed over their data axes.
 
         Returns:
-            The sum of this rank's losses, 0 where another rank holds the last stage. P over ddp, fsdp and cp; I over tp.
+            The sum of this rank's losses, 0 where another rank holds the last stage. P over ddp, fsdp, cp; I over tp.
         """
         for stage in self.stages.values():
             stage.begin()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -44,7 +44,9 @@ class SaveList:
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = op.name() if hasattr(op, "name") else str(op)
         keep = any(k in name for k in self.KEEP) and not any(r in name for r in self.REPEAT)
-        if name in self.MATMUL:  # not those that write into a given tensor; counted apart in forward and recompute, so both decide the same
+        if (
+            name in self.MATMUL
+        ):  # not those that write into a given tensor; counted apart in forward and recompute, so both decide the same
             self._matmuls[ctx.is_recompute] += 1
             keep = self._matmuls[ctx.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
@@ -57,7 +59,7 @@ class _All(ExitStack):
         super().__init__()
         self._contexts = contexts
 
-    def __enter__(self) -> _All:
+    def __enter__(self) -> Self:
         super().__enter__()
         for context in self._contexts:
             self.enter_context(context)

@@ -24,7 +24,7 @@ class Streams:
         return self._after_current(self._gather)
 
     def reduce(self, *used: Tensor) -> AbstractContextManager[object]:
-        """Run the block's kernels on the reduce stream, after the current one; ``used`` stay alive until they are done."""
+        """Run the block's kernels on the reduce stream, after the current one; ``used`` live until they are done."""
         if self._reduce is not None:
             for x in used:
                 x.record_stream(self._reduce)

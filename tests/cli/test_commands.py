@@ -106,9 +106,9 @@ def test_show(capsys, folder, monkeypatch):
 
 
 def test_verify(capsys, folder, monkeypatch):
-    good = verify.Report(layout="tp2", dtype="float64", steps=3, loss=1e-15, grad_norm=0.0, gradient=2e-15, parameter=3e-15,
-                         experts=True, replicas=True, owners=True, worst=("a.b", 3e-15), first_difference=None,
-                         passed=True)  # fmt: skip
+    good = verify.Report(layout="tp2", dtype="float64", steps=3, loss=1e-15, grad_norm=0.0, gradient=2e-15,
+                         parameter=3e-15, experts=True, replicas=True, owners=True, worst=("a.b", 3e-15),
+                         first_difference=None, passed=True)  # fmt: skip
     bad = verify.replace(good, layout="fsdp2", passed=False, worst=("layer.w", 0.5), first_difference="layer")
     asked = []
 

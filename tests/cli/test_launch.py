@@ -138,6 +138,13 @@ def test_a_dead_parent_takes_the_ranks_along(tmp_path):
         time.sleep(0.05)
 
 
+def test_ranks_for_cuda_are_spawned(tmp_path):
+    status, out, err = finish(start("spawn", tmp_path, 2), tmp_path)
+    assert (status, err) == (0, "")
+    assert out.startswith("output of rank 0")
+    assert out.endswith("all done\n")
+
+
 def test_one_rank_runs_here(tmp_path):
     status, out, err = finish(start("fine", tmp_path, world=1), tmp_path)
     assert (status, err) == (0, "")

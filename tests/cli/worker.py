@@ -59,7 +59,7 @@ def run(mode: str, folder: str, world: int) -> None:
 def main(mode: str, folder: str, world: int) -> int:
     """Launch, and print what went wrong."""
     try:
-        launch(work, (mode, folder), world=world, logs=Path(folder) / "logs")
+        launch(work, (mode, folder), world=world, logs=Path(folder) / "logs", cuda=mode == "spawn")
     except ConfigError as error:
         print("problems:", *error.problems, sep="\n")
         return 2

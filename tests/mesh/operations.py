@@ -5,7 +5,7 @@ Values are whole numbers in float64, so that sums are exact in any order and res
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class Operation:
     """State of the input: R, I, S or P."""
     after: str
     """State of the output."""
-    moved: list[tuple[str, list[tuple[float, float]]]]
+    moved: Sequence[tuple[str, Sequence[tuple[float, float]]]]
     """Events in order, forward then backward: op, and (sent, received) elements by rank."""
 
     def inputs(self, seed: int = 0) -> list[Tensor]:
@@ -102,7 +102,8 @@ def _even(n: int, dim: int) -> dict[str, Operation]:
 def _whole(n: int) -> dict[str, Operation]:
     """Operations on whole tensors."""
     shapes, size = [(2, 5)] * n, 10
-    ring = [(2 * (n - 1) * size / n,) * 2] * n
+    around = 2 * (n - 1) * size / n
+    ring = [(around, around)] * n
     root = n - 1
     fan = [((n - 1) * size, 0) if i == root else (0, size) for i in range(n)]
     passed = [(size, size)] * n

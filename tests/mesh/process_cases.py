@@ -34,8 +34,9 @@ def start(case: Callable[..., Any], environment: dict[str, str], stderr: str, an
     os._exit(0)
 
 
-def place(init_timeout_s: float) -> tuple[Any, ...]:
-    """Join, add the ranks up, and leave."""
+def place(init_timeout_s: float, late_s: float = 0.0) -> tuple[Any, ...]:
+    """Join, rank 1 so much later, add the ranks up, and leave."""
+    time.sleep(late_s * int(os.environ["RANK"]))
     process = join(CommConfig(init_timeout_s=init_timeout_s), "cpu")
     total = torch.tensor(float(process.rank))
     dist.all_reduce(total)

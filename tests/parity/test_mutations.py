@@ -1,0 +1,46 @@
+"""The proof can fail: every planted mistake is found, in the smallest row that covers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fivefold.mesh.pool import Pool
+from fivefold.tools.verify import TOLERANCE, Report, verify_rank
+
+from .grid import STEPS, Row
+from .mutations import MUTATIONS, planted
+
+Pools = Callable[[int], Pool]
+LIMIT = TOLERANCE["float64"]
+FLAGS = ("experts", "replicas", "owners")
+ROWS = sorted({m.row for m in MUTATIONS.values()}, key=lambda row: (row.world, str(row)))
+
+
+def is_right(report: Report, field: str) -> bool:
+    """Whether a field of the report shows no mistake."""
+    value = getattr(report, field)
+    return bool(value) if field in FLAGS else value <= LIMIT
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mistake_is_found(pool: Pools, name: str) -> None:
+    m = MUTATIONS[name]
+    report = pool(m.row.world).run(planted, name, m.row.config, STEPS, LIMIT)[0]
+    assert not report.passed, report
+    assert [field for field in m.wrong if is_right(report, field)] == [], report
+    assert [field for field in m.right if not is_right(report, field)] == [], report
+    assert m.worst in report.worst[0]
+    if m.first:
+        assert (report.first_difference or "none").startswith(m.first)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_row_passes_without(pool: Pools, row: Row) -> None:
+    assert pool(row.world).run(verify_rank, row.config, STEPS, LIMIT)[0].passed
+
+
+def test_one_for_every_rule_and_more() -> None:
+    assert len(MUTATIONS) >= 30
+    assert all(m.wrong for m in MUTATIONS.values())
