@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -36,6 +37,18 @@ def started_ranks() -> Ranks | None:
     fallback = {"LOCAL_RANK": "RANK", "LOCAL_WORLD_SIZE": "WORLD_SIZE"}
     values = {key: os.environ.get(name, os.environ[fallback.get(name, name)]) for key, name in names.items()}
     return Ranks(**{key: int(value) for key, value in values.items()})
+
+
+def hold_off(ranks: Ranks | None) -> None:
+    """Let a rank of several finish checking its configuration: one that is done makes the launcher stop the others."""
+    if ranks is not None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def go_on(ranks: Ranks | None) -> None:
+    """Let a rank be stopped again."""
+    if ranks is not None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Final
@@ -22,10 +23,13 @@ COMMANDS: Final = MappingProxyType(
 """Each has SUMMARY, EXAMPLES, ``arguments(parser)`` and ``run(args, overrides) -> status``."""
 WITH_RECIPE: Final = ("train", "verify", "show")
 """The commands that take a recipe and overrides."""
+FIRST_RANK_STAYS_S: Final = 1.0
+OTHER_RANKS_STAY_S: Final = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv``; the exit status is 0, 1 (it failed), 2 (it was not legal) or 128 + a signal."""
+    common.hold_off(common.started_ranks())
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
@@ -44,11 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(problems: Sequence[str]) -> int:
-    """Print each problem, on the first of several started ranks only; the status of a command that is not legal."""
+    """Print each problem, on the first of several started ranks only; the status of a command that is not legal.
+
+    All ranks find the same problems, and ``torchrun`` stops the others when one ends: so each stays until the slowest
+    has surely come here, and the first, which speaks, not as long as the others.
+    """
     ranks = common.started_ranks()
+    common.hold_off(ranks)
     if ranks is None or ranks.rank == 0:
         for problem in problems:
-            print(f"error: {problem}", file=sys.stderr)
+            print(f"error: {problem}", file=sys.stderr, flush=True)
+    if ranks is not None:
+        time.sleep(FIRST_RANK_STAYS_S if ranks.rank == 0 else OTHER_RANKS_STAY_S)
     return 2
 
 

@@ -20,7 +20,7 @@ from ..data.check import problems as data_problems
 from ..data.prepare import prepare
 from ..data.request import STDLIB_VOCAB_SIZE, Request
 from ..data.tokenfile import INDEX
-from .common import Ranks, add_recipe, configure, started_ranks, stop_on
+from .common import Ranks, add_recipe, configure, go_on, started_ranks, stop_on
 
 SUMMARY = "train a recipe"
 EXAMPLES = (
@@ -50,6 +50,7 @@ def run(args: argparse.Namespace, given: Mapping[str, str]) -> int:
     problems += check(config, world=world, gpus=gpus, local_world=local_world)
     problems += _folder_problems(args.run_dir) + _data_problems(config)
     stop_on(problems)
+    go_on(ranks)
     config = config.model_copy(update={"parallel": str(ParallelDims.parse(config.parallel, world))})
     if _without_stdlib(config):
         _provide_stdlib(config, ranks)

@@ -200,6 +200,15 @@ def _broadcast(x: Tensor, axis: str, root: int, to: str, scope: str) -> Tensor:
     return transport.broadcast(x, find(axis), root, states=f"->{to}", scope=_parse(scope)).wait()
 
 
+@_operator("collect", shape=_same)
+def _collect(x: Tensor, axis: str, root: int, of: str, scope: str) -> Tensor:
+    """What a broadcast's gradient is: the sum (of P) or the value (of I) on the root, zeros elsewhere."""
+    a = find(axis)
+    x = x.clone(memory_format=torch.contiguous_format)
+    total = transport.all_reduce(x, a, states="P->root", scope=_parse(scope)).wait() if of == "P" else x
+    return total if a.rank == root else total.zero_()
+
+
 @_operator("shift", shape=_same)
 def _shift(x: Tensor, axis: str, by: int, scope: str) -> Tensor:
     return transport.shift(x.contiguous(), find(axis), by, scope=_parse(scope)).wait()
@@ -223,12 +232,6 @@ def _shard_back(g: Tensor, axis: str, dim: int, of: str, scope: str) -> Tensor:
     return _all_gather(g, axis, dim, "I", scope) if of == "I" else _unshard(g, axis, dim, scope)
 
 
-def _broadcast_back(g: Tensor, axis: str, root: int, to: str, scope: str) -> Tensor:
-    """Only the root's value was used."""
-    total = _all_reduce(g, axis, "I", scope) if to == "R" else g
-    return total if find(axis).rank == root else torch.zeros_like(total)
-
-
 _transpose("all_gather", _gather_back)
 _transpose("reduce_scatter", lambda g, axis, dim, scope: _all_gather(g, axis, dim, "R", scope))
 _transpose("all_reduce", lambda g, axis, to, scope: _all_reduce(g, axis, "R", scope) if to == "R" else g)
@@ -238,7 +241,7 @@ _transpose("unshard", lambda g, axis, dim, scope: _shard(g, axis, dim, "R", scop
 _transpose("all_to_all", lambda g, axis, send, receive, scope: _all_to_all(g, axis, receive, send, scope))
 _transpose("all_gather_uneven", lambda g, axis, counts, scope: _reduce_scatter_uneven(g, axis, counts, scope))
 _transpose("reduce_scatter_uneven", lambda g, axis, counts, scope: _all_gather_uneven(g, axis, counts, scope))
-_transpose("broadcast", _broadcast_back)
+_transpose("broadcast", lambda g, axis, root, to, scope: _collect(g, axis, root, "P" if to == "R" else "I", scope))
 _transpose("shift", lambda g, axis, by, scope: _shift(g, axis, -by, scope))
 
 

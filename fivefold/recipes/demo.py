@@ -12,14 +12,14 @@ def moe_demo() -> RunConfig:
     return RunConfig(
         model=DecoderConfig(
             vocab_size=4096,
-            dim=192,
+            dim=128,
             n_layers=4,
-            ffn_dim=512,
-            attention=MlaConfig(n_heads=6, kv_rank=64, nope_dim=32, rope_dim=16, v_dim=32),
-            moe=MoeConfig(n_experts=16, top_k=4, n_shared=1, expert_dim=96, balance_loss=1e-4),
+            ffn_dim=384,
+            attention=MlaConfig(n_heads=4, kv_rank=48, nope_dim=32, rope_dim=16, v_dim=32),
+            moe=MoeConfig(n_experts=8, top_k=2, n_shared=1, expert_dim=96, balance_loss=1e-4),
         ),
         parallel="fsdp2-tp2",
-        data=DataConfig(files=("stdlib",), batch_size=32, sequence_length=256),
-        optim=OptimConfig(lr=3e-3, warmup_steps=20, decay="1-sqrt", decay_steps=100, floor=0.05),
+        data=DataConfig(files=("stdlib",), batch_size=16, sequence_length=256, eval_rows=0),
+        optim=OptimConfig(lr=8e-3, warmup_steps=20, decay="1-sqrt", decay_steps=120, floor=0.05),
         train=TrainConfig(steps=300),
     )

@@ -16,6 +16,7 @@ from ..observe.console import Console
 from ..observe.memory import oom_snapshot
 from ..observe.profile import Profiler, RangeRecorder
 from ..observe.recorder import NULL
+from ..recipes import save
 from .batch import Batches
 from .evaluate import Evaluation, evaluate
 from .report import Reporting
@@ -44,6 +45,9 @@ def run(config: RunConfig, recipe: str, run_dir: str) -> None:
         config.dims, process.rank, device=process.device, recorder=recorder, timeout_s=config.comm.init_timeout_s
     )
     folder = Path(gather_text(run_dir, mesh.world, mesh.device)[0])
+    if process.rank == 0:  # after all have joined: a later rank would take its own folder for that of another run
+        folder.mkdir(parents=True, exist_ok=True)
+        save(folder / "config.json", recipe, config)
     with oom_snapshot(folder / "profile" / f"out-of-memory-rank{process.rank}.pickle"):
         _train(config, mesh, folder)
     leave(process, config.comm.shutdown_timeout_s)
@@ -62,7 +66,7 @@ def _train(config: RunConfig, mesh: Mesh, folder: Path) -> None:
         found: dict[str, Evaluation] = {}
         if config.train.evaluate:
             found["before training"] = _evaluate(state, source, reporting)
-        reporting.start()
+        reporting.start(state.step)
         for step in range(1, config.train.steps + 1):
             _step(state, batches, reporting, profiler)
             if step == 1:
@@ -70,7 +74,7 @@ def _train(config: RunConfig, mesh: Mesh, folder: Path) -> None:
             every = config.train.eval_every
             if config.train.evaluate and (step == config.train.steps or (every and step % every == 0)):
                 found["after training"] = _evaluate(state, source, reporting)
-                reporting.start()
+                reporting.start(state.step)
         reporting.summary(found, source.reference)
         if config.train.save_final:
             save_weights(state, folder / "weights")
@@ -78,6 +82,7 @@ def _train(config: RunConfig, mesh: Mesh, folder: Path) -> None:
         reporting.close()
     profiler.close()
     batches.close()
+    gc.enable()  # a run of one rank lives in its caller's process
 
 
 def _step(state: TrainState, batches: Batches, reporting: Reporting, profiler: Profiler) -> None:

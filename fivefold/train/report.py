@@ -52,9 +52,9 @@ class Reporting:
             "run folder": str(folder),
         })  # fmt: skip
 
-    def start(self) -> None:
-        """Time steps from here on."""
-        self._since, self._waited_s = time.perf_counter(), 0.0
+    def start(self, step: int) -> None:
+        """Time steps from here on, where ``step`` of them are done."""
+        self._since, self._last_step, self._waited_s = time.perf_counter(), step, 0.0
 
     def step(self, state: TrainState, stats: StepStats, waited_s: float) -> None:
         """Report step ``state.step`` if it is due: every ``metrics.every``, the first and the last."""
@@ -69,7 +69,7 @@ class Reporting:
         if warning := self._memory.warning():
             self._console.warn(warning)
         self._memory.reset()
-        self._since, self._last_step, self._waited_s = time.perf_counter(), step, 0.0
+        self.start(step)
 
     def _values(self, state: TrainState, stats: StepStats) -> dict[str, object]:
         loss = stats.loss.item()  # waits for the device, so that the time below is the steps' own

@@ -72,10 +72,12 @@ class Buffer:
         seed: of the initial values.
         device: where the buffer lives.
         streams: where its collectives run.
+        unit: whose parameters these are, for the record.
     """
 
     def __init__(self, entries: list[Entry], axis: Axis, ddp: Axis, precision: Precision, seed: int,
-                 device: torch.device, streams: Streams) -> None:  # fmt: skip
+                 device: torch.device, streams: Streams, unit: str) -> None:  # fmt: skip
+        self._unit = unit
         self.axis, self.ddp, self.precision, self.streams = axis, ddp, precision, streams
         self.trainable = entries[0].parameter.requires_grad
         self.compute = entries[0].spec.dtype or precision.compute
@@ -153,7 +155,7 @@ class Buffer:
         if self.axis.size == 1:  # only the dtype differs
             self._gather = transport.Handle(None, lambda: self.full.copy_(self.shard))
             return
-        with self.streams.gather(), self.axis.recorder.at(phase="gather"):
+        with self.streams.gather(), self.axis.recorder.at(module=self._unit, phase="gather"):
             self._gather = transport.all_gather(self.shard.to(self.compute), self.axis, self.full)
 
     def unshard(self) -> None:
@@ -226,7 +228,7 @@ class Buffer:
         if self.axis.size == 1:
             self._replicate()
             return
-        with self.streams.reduce(flat), self.axis.recorder.at(phase="reduce"):
+        with self.streams.reduce(flat), self.axis.recorder.at(module=self._unit, phase="reduce"):
             self._pending = transport.reduce_scatter(flat.to(self.precision.reduce), self.axis)
 
     def settle(self) -> None:
@@ -243,7 +245,7 @@ class Buffer:
 
     def _replicate(self) -> None:
         if self.ddp.size > 1 and self.grad is not None:
-            with self.streams.reduce(), self.axis.recorder.at(phase="reduce"):
+            with self.streams.reduce(), self.axis.recorder.at(module=self._unit, phase="reduce"):
                 self._replicating = transport.all_reduce(self.grad.to(self.precision.reduce), self.ddp)
 
     def finish(self) -> None:

@@ -136,16 +136,16 @@ class Stage:
                 shared.setdefault(key, []).extend(groups.pop(key))
             call = (calls or {}).get(name, part)
             needs = getattr(part, "backward_uses_parameters", True)
-            self.units.append(Unit(name, call, self._buffers(groups), backward_uses_parameters=needs))
-        self._shared = Unit("small", None, self._buffers(shared), keep=True)
+            self.units.append(Unit(name, call, self._buffers(name, groups), backward_uses_parameters=needs))
+        self._shared = Unit("small", None, self._buffers("small", shared), keep=True)
         self._keep_what_is_used_twice()
         self.last_backward = False
         """Set by the executor around the backward that completes this stage's gradients in a step."""
 
-    def _buffers(self, groups: Mapping[Key, list[Entry]]) -> list[Buffer]:
+    def _buffers(self, unit: str, groups: Mapping[Key, list[Entry]]) -> list[Buffer]:
         mesh = self.run.mesh
         return [
-            Buffer(entries, key[0], mesh.ddp, self._precision, self._seed, mesh.device, self._streams)
+            Buffer(entries, key[0], mesh.ddp, self._precision, self._seed, mesh.device, self._streams, unit)
             for key, entries in groups.items()
         ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -148,6 +149,14 @@ def test_other_files_are_checked_before_the_library_is_prepared(capsys, folder):
     assert list(folder.iterdir()) == []
 
 
+@pytest.fixture
+def restored_signals():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("restored_signals")
 @pytest.mark.parametrize(("rank", "printed"), [("0", True), ("1", False)])
 def test_under_torchrun_the_first_rank_speaks(capsys, monkeypatch, rank, printed):
     for name, value in (("RANK", rank), ("WORLD_SIZE", "4"), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", "4")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +160,7 @@ def test_the_ranks_get_the_resolved_configuration(monkeypatch):
 
 
 def test_under_torchrun_the_layout_takes_the_ranks(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
     seen = []

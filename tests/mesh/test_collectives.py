@@ -83,7 +83,7 @@ def test_events_match_between_ranks_and_carry_the_forwards_scope(pool: Pools) ->
         ("all_reduce-I", ["P->I"], (2, 5)),
         ("replicate", ["P->I"], (2, 5)),
         ("shard-I-0", ["S(0)->I"], (2, 3, 4)),
-        ("broadcast-R", ["->R", "P->I"], (2, 5)),
+        ("broadcast-R", ["->R", "P->root"], (2, 5)),
     ],
 )
 def test_events_tell_states_and_shape(pool: Pools, name: str, states: list[str], shape: tuple[int, ...]) -> None:

@@ -59,7 +59,7 @@ class Planned(Groups):
     def __getitem__(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         assert ranks in self.order
         assert self.rank in ranks
-        return dist.ProcessGroup(ranks.index(self.rank), len(ranks))
+        return dist.ProcessGroup(dist.HashStore(), ranks.index(self.rank), len(ranks))
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,0 +1,148 @@
+"""What the tests of the training run do on each rank of a pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from fivefold.config.run import RunConfig
+from fivefold.data.synthetic import Synthetic
+from fivefold.mesh.pool_worker import RankContext
+from fivefold.tools.compare import Whole, gather_whole
+from fivefold.train.evaluate import Evaluation, evaluate
+from fivefold.train.gradients import NonFiniteGradient
+from fivefold.train.save import save_weights
+from fivefold.train.state import TrainState, build_state
+from fivefold.train.step import train_step
+from fivefold.wrap.buffer import Buffer
+from tests.wrap.cases import batches, storage_bytes
+
+
+def train(state: TrainState, steps: int) -> list[float]:
+    """Steps on the hard rows; their losses."""
+    source, losses = batches(state.config, state.mesh), []
+    for step in range(state.step + 1, state.step + steps + 1):
+        losses.append(train_step(state, source.batch(source.rows(step))).loss.item())
+    source.close()
+    return losses
+
+
+def losses(context: RankContext, config: RunConfig, steps: int) -> list[float]:
+    """Losses of a run."""
+    return train(build_state(config, context.mesh(config.parallel)), steps)
+
+
+def initial_weights(context: RankContext, config: RunConfig) -> Whole:
+    """Whole parameters before the first step."""
+    return gather_whole(build_state(config, context.mesh(config.parallel)), lambda s: s.piece.data)
+
+
+def everything(state: TrainState) -> dict[str, Tensor]:
+    """Copies of all that a step may change on this rank."""
+    held = {f"value {i}": s.piece.data.clone() for i, s in enumerate(state.shards)}
+    for name, moe in state.experts.items():
+        held |= {f"{name} {n}": getattr(moe, n).clone() for n in ("bias", "load", "balance_loss", "z_loss")}
+    for i, moments in enumerate(state.optimizer.state.values() if state.optimizer else ()):
+        held |= {f"{n} {i}": x.clone() for n, x in moments.items()}
+    return held
+
+
+def gradients(state: TrainState) -> dict[str, Tensor]:
+    return {f"gradient {i}": s.value.grad.clone() for i, s in enumerate(state.shards) if s.value.grad is not None}
+
+
+def changed_names(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
+    """What is not equal bit for bit."""
+    assert before.keys() <= after.keys()
+    return [name for name, x in before.items() if not torch.equal(x, after[name])]
+
+
+@dataclass
+class Evaluated:
+    """An evaluation between steps."""
+
+    found: Evaluation
+    touched: list[str]
+    """What the evaluation changed on this rank."""
+    gathered_bytes: int
+    training: bool
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    """Whole, after the steps that follow."""
+
+
+def evaluated(context: RankContext, config: RunConfig, n_rows: int, between: bool = True) -> Evaluated:
+    """Train a step, evaluate ``n_rows`` made-up rows unless ``between`` is off, train another."""
+    state = build_state(config, context.mesh(config.parallel))
+    data = config.data
+    heldout = Synthetic(config.model.vocab_size, data.sequence_length, n_rows, config.train.seed + 1).heldout
+    train(state, 1)
+    before = everything(state) | gradients(state)
+    found = evaluate(state, heldout) if between else Evaluation(0.0, 0.0, 0)
+    result = Evaluated(
+        found=found,
+        touched=changed_names(before, everything(state) | gradients(state)),
+        gathered_bytes=sum(storage_bytes(stage) for stage in state.stages.values()),
+        training=all(m.training for stage in state.stages.values() for m in stage.modules()),
+    )
+    train(state, 1)
+    result.parameters = gather_whole(state, lambda s: s.piece.data).tensors
+    return result
+
+
+def saved(context: RankContext, config: RunConfig, folder: str, steps: int) -> None:
+    """Train and write the weights."""
+    from pathlib import Path
+
+    state = build_state(config, context.mesh(config.parallel))
+    train(state, steps)
+    save_weights(state, Path(folder))
+
+
+@dataclass
+class Stopped:
+    """How a step with a gradient that is not finite ended."""
+
+    message: str
+    changed: list[str]
+    step: int
+    targets: int
+
+
+def not_finite(context: RankContext, config: RunConfig, rank: int, value: float, name: str) -> Stopped:
+    """One good step, then one in which ``value`` is in the gradient of ``name`` on one rank (everywhere if -1)."""
+    state = build_state(config, context.mesh(config.parallel))
+    train(state, 1)
+    before, targets = everything(state), state.targets
+    real = Buffer._publish
+
+    def publish(self: Buffer) -> None:
+        real(self)
+        for s in self.shards:
+            if s.piece.name == name and rank in (-1, context.rank):
+                assert s.value.grad is not None
+                s.value.grad[-1] = value
+
+    message = ""
+    with patch.object(Buffer, "_publish", publish):
+        try:
+            train(state, 1)
+        except NonFiniteGradient as error:
+            message = str(error)
+    after = everything(state)
+    counters = ("load", "balance_loss", "z_loss")  # a step's counts start with it
+    return Stopped(message, [n for n in changed_names(before, after) if not n.endswith(counters)], state.step,
+                   state.targets - targets)  # fmt: skip
+
+
+def clipped(context: RankContext, config: RunConfig) -> dict[str, Any]:
+    """Norm and clipped gradients of a step, whole."""
+    state = build_state(config, context.mesh(config.parallel))
+    source = batches(config, state.mesh)
+    stats = train_step(state, source.batch(source.rows(1)))
+    source.close()
+    whole = gather_whole(state, lambda s: s.value.grad if s.value.grad is not None else torch.zeros_like(s.piece.data))
+    return {"norm": stats.grad_norm, "gradients": whole.tensors}
