@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -30,7 +32,7 @@ class Axis:
     """What names this axis in an operator's arguments, where only numbers and text can go. No two axes share one."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", f"{self.name}/{next(_NUMBERS)}")
+        object.__setattr__(self, "key", f"{self.name}/{self.size}/{self.rank}/{next(_NUMBERS)}/{_RULES:x}")
         _AXES[self.key] = self
 
     def __hash__(self) -> int:
@@ -40,6 +42,10 @@ class Axis:
         return isinstance(other, Axis) and (self.name, self.ranks) == (other.name, other.ranks)
 
 
+_RULES = zlib.crc32(Path(__file__).with_name("collectives.py").read_bytes())
+# Torch keeps compiled graphs on disk and knows them by their forward's operators and arguments. What the operators'
+# shapes and gradients depend on must therefore be in the key: size, rank, and the rules themselves. Otherwise one rank
+# would run another's backward, or that of an older version.
 _NUMBERS = count()
 _AXES: weakref.WeakValueDictionary[str, Axis] = weakref.WeakValueDictionary()
 # The one table of the package that changes: torch operators can carry only numbers and text, so an axis crosses a

@@ -46,7 +46,7 @@ def deepseek_v2_lite() -> RunConfig:
         parallel="fsdp64",
         data=DataConfig(batch_size=4608, sequence_length=4096),
         optim=OptimConfig(lr=4.2e-4, warmup_steps=2000, decay="linear", decay_steps=60_400, floor=0.1),
-        train=TrainConfig(steps=302_000, microbatches=9, recompute="ops"),  # 5.7 T tokens
+        train=TrainConfig(steps=302_000, dtype="bfloat16", microbatches=9, recompute="ops"),  # 5.7 T tokens
     )
 
 
@@ -84,7 +84,8 @@ def deepseek_v3() -> RunConfig:
         parallel="pp16-fsdp128-ep64",
         data=DataConfig(batch_size=15360, sequence_length=4096),
         optim=OptimConfig(lr=2.2e-4, warmup_steps=2000, decay="cosine", decay_steps=68_300, floor=0.1),
-        train=TrainConfig(steps=227_300, microbatches=60, zero=1),  # 14.3 T tokens, the last 4.3 T decay
+        # 14.3 T tokens, of which the last 4.3 T decay
+        train=TrainConfig(steps=227_300, dtype="bfloat16", microbatches=60, zero=1),
     )
 
 

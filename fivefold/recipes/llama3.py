@@ -18,7 +18,7 @@ def llama3_8b() -> RunConfig:
         parallel="fsdp64",
         data=DataConfig(batch_size=512, sequence_length=8192),
         optim=_optim(3e-4),
-        train=TrainConfig(steps=3_576_279, microbatches=8, recompute="ops"),  # 15 T tokens
+        train=TrainConfig(steps=3_576_279, dtype="bfloat16", microbatches=8, recompute="ops"),  # 15 T tokens
     )
 
 
@@ -29,7 +29,7 @@ def llama3_70b() -> RunConfig:
         parallel="fsdp128-tp8",
         data=DataConfig(batch_size=512, sequence_length=8192),
         optim=_optim(1.5e-4),
-        train=TrainConfig(steps=3_576_279, microbatches=4, recompute="ops"),  # 15 T tokens
+        train=TrainConfig(steps=3_576_279, dtype="bfloat16", microbatches=4, recompute="ops"),  # 15 T tokens
     )
 
 
@@ -40,7 +40,7 @@ def llama3_405b() -> RunConfig:
         parallel="pp16-fsdp128-tp8",
         data=DataConfig(batch_size=2048, sequence_length=8192),
         optim=_optim(8e-5),
-        train=TrainConfig(steps=1_200_000, microbatches=16, zero=1),
+        train=TrainConfig(steps=1_200_000, dtype="bfloat16", microbatches=16, zero=1),
     )
 
 

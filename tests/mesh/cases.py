@@ -97,10 +97,18 @@ def all_in_one(axis: Axis) -> Callable[[Tensor], Tensor]:
     return run
 
 
-def compiled(context: RankContext, backend: str) -> list[tuple[Tensor, Tensor]]:
-    """``all_in_one`` eager and compiled to one graph: value and gradient of each."""
+def ragged(axis: Axis) -> Callable[[Tensor], Tensor]:
+    """A function of ``[2, 4n, 3]`` whose result has another shape on each rank, though the call is the same."""
+    counts = [8 * axis.size - axis.size + 1] + [1] * (axis.size - 1)
+    return lambda x: c.reduce_scatter_uneven(c.broadcast(x.sin(), axis, 1).flatten(0, 1), axis, counts).cos()
+
+
+def compiled(context: RankContext, which: str, backend: str, folder: str | None = None) -> list[tuple[Tensor, Tensor]]:
+    """Value and gradient of a function, eager and compiled to one graph. Inductor keeps its graphs in ``folder``."""
+    if folder is not None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     axis = context.mesh(f"tp{context.world}").tp
-    fn = all_in_one(axis)
+    fn = {"all_in_one": all_in_one, "ragged": ragged}[which](axis)
     results = []
     for f in (fn, torch.compile(fn, fullgraph=True, backend=backend)):
         generator = torch.Generator().manual_seed(axis.rank)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,9 +109,21 @@ def test_a_recorder_that_is_off_is_never_called(pool: Pools) -> None:
 
 
 def test_compiled_to_one_graph_equals_eager(pool: Pools) -> None:
-    for (value, gradient), (compiled_value, compiled_gradient) in pool(2).run(cases.compiled, "aot_eager"):
-        assert torch.equal(compiled_value, value)
-        assert torch.equal(compiled_gradient, gradient)
+    for (value, gradient), seen in pool(2).run(cases.compiled, "all_in_one", "aot_eager"):
+        assert torch.equal(seen[0], value)
+        assert torch.equal(seen[1], gradient)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("which", ["all_in_one", "ragged"])
+def test_compiled_graphs_on_disk_are_each_ranks_own(tmp_path: Path, which: str) -> None:
+    """Twice from new processes: the second finds what the first left."""
+    for _ in range(2):
+        with Pool(2) as own:
+            for (value, gradient), seen in own.run(cases.compiled, which, "inductor", str(tmp_path)):
+                torch.testing.assert_close(seen[0], value, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(seen[1], gradient, rtol=1e-12, atol=1e-10)
 
 
 def test_operators_pass_torchs_own_check(pool: Pools) -> None:

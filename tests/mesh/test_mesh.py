@@ -136,6 +136,13 @@ def test_recorded_mesh_leaves_the_first_alone() -> None:
     assert recorded.tp == mesh.tp
 
 
+def test_a_key_tells_size_and_rank() -> None:
+    """Compiled graphs on disk are shared by ranks and runs; only the key keeps them apart."""
+    for rank in range(3):
+        tp = Mesh(ParallelDims(tp=3), rank, connect=False).tp
+        assert tp.key.split("/")[:3] == ["tp", "3", str(rank)]
+
+
 def test_an_axis_is_found_while_its_mesh_lives() -> None:
     first, second = Axis("tp", 2, 0, (0, 1)), Axis("tp", 2, 0, (0, 1))
     key = second.key

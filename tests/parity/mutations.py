@@ -58,7 +58,9 @@ class Mutation:
 MUTATIONS: dict[str, Mutation] = {}
 
 
-def mutation(at: Row, *wrong: str, right: tuple[str, ...] = (), worst: str = "", first: str = "") -> Callable[[Plant], Plant]:
+def mutation(
+    at: Row, *wrong: str, right: tuple[str, ...] = (), worst: str = "", first: str = ""
+) -> Callable[[Plant], Plant]:
     """Register the decorated function as a mutation that must be found in row ``at``."""
 
     def register(plant: Plant) -> Plant:
@@ -150,7 +152,9 @@ def head_gradient_of_own_vocabulary(mesh: Mesh) -> AbstractContextManager[Any]:
 @mutation(row("tp2", "dense"), "gradient", first="layers.2 (gradient")
 def sum_gradient_summed_again(mesh: Mesh) -> AbstractContextManager[Any]:
     """The backward of a sum sums: gradients are tp times too large from there on."""
-    return patch.object(gqa, "reduce_scatter", lambda x, axis, dim: shard(all_reduce(x, axis, to="R"), axis, dim, of="I"))
+    return patch.object(
+        gqa, "reduce_scatter", lambda x, axis, dim: shard(all_reduce(x, axis, to="R"), axis, dim, of="I")
+    )
 
 
 @mutation(row("tp2", "dense"), "loss", "gradient", first="layers.0")
@@ -186,7 +190,9 @@ def norm_counts_replicated_per_tp_rank(mesh: Mesh) -> AbstractContextManager[Any
     return patch.object(step, "gradient_norm", gradient_norm)
 
 
-@mutation(row("fsdp2", "dense", optim__max_norm=0.1), "gradient", "parameter", right=("replicas", "owners"), first="none")
+@mutation(
+    row("fsdp2", "dense", optim__max_norm=0.1), "gradient", "parameter", right=("replicas", "owners"), first="none"
+)
 def clip_skipped_on_one_rank(mesh: Mesh) -> AbstractContextManager[Any]:
     """One rank does not scale its rows down."""
     real = step.clip
@@ -492,4 +498,3 @@ def norms_decay(mesh: Mesh) -> AbstractContextManager[Any]:
         return real([replace(s, spec=replace(s.spec, decay=True)) for s in shards], config)
 
     return patch.object(state, "build_optimizer", build)
-

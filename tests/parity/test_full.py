@@ -6,7 +6,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from rich.console import Console
@@ -28,7 +28,7 @@ class FakePool:
     def __init__(self, world: int, **_: Any) -> None:
         self.world = world
 
-    def __enter__(self) -> FakePool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Layouts against one rank: every two option values of the grid meet in a row here; ``make parity`` runs all of them."""
+"""Layouts against one rank: every two option values of the grid meet in a row here; ``make parity`` runs all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .grid import EXTRAS, LAYOUTS, OPTIONS, STEPS, Row, cover, full, pairwise
 
 Pools = Callable[[int], Pool]
 COVER = cover()
-ROWS = sorted([*COVER, *EXTRAS], key=lambda row: (row.world, row.model))  # each pool's rows, and each oracle's, together
+ROWS = sorted([*COVER, *EXTRAS], key=lambda row: (row.world, row.model))
+"""Each pool's rows together, and in them those of each oracle."""
 
 
 def verified(pool: Pools, row: Row) -> Report:
@@ -54,8 +55,12 @@ def test_cover_holds_every_pair_and_is_small() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"a": (1,), "b": (2,)}, {"a": (1, 2), "b": (1, 2), "c": (1, 2)}, {"a": range(4), "b": range(3), "c": range(2), "d": range(2)}],
-)  # fmt: skip
+    [
+        {"a": (1,), "b": (2,)},
+        {"a": (1, 2), "b": (1, 2), "c": (1, 2)},
+        {"a": range(4), "b": range(3), "c": range(2), "d": range(2)},
+    ],
+)
 def test_pairwise_meets_every_pair(options: dict[str, tuple[int, ...]]) -> None:
     choices = pairwise(options)
     for a, b in combinations(options, 2):
@@ -65,4 +70,4 @@ def test_pairwise_meets_every_pair(options: dict[str, tuple[int, ...]]) -> None:
 
 
 def test_pairwise_is_smaller_than_the_product() -> None:
-    assert len(pairwise({name: (0, 1) for name in "abcdefgh"})) <= 10
+    assert len(pairwise(dict.fromkeys("abcdefgh", (0, 1)))) <= 10

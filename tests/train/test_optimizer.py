@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def test_warm_up_and_both_ends(decay: str) -> None:
     found = rates(20, warmup_steps=5, decay=decay)
     assert found[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
     assert found[-1] == pytest.approx(0.5)
-    assert found[5] < 2.0 and all(a > b for a, b in zip(found[4:], found[5:], strict=False))
+    assert found[5] < 2.0 and all(a > b for a, b in pairwise(found[4:]))
 
 
 def test_shapes_half_way() -> None:
@@ -63,7 +64,7 @@ def test_between_floor_and_peak_and_never_rising_after_warm_up(steps: int, data:
     found = rates(steps, warmup_steps=warmup, decay=decay, decay_steps=length)
     assert found[:warmup] == pytest.approx([2.0 * (i + 1) / max(1, warmup) for i in range(warmup)])
     after = found[max(0, warmup - 1) :]
-    assert all(a >= b for a, b in zip(after, after[1:], strict=False))
+    assert all(a >= b for a, b in pairwise(after))
     assert all(0.5 - 1e-12 <= rate <= 2.0 for rate in found[warmup:])
     if steps - warmup and length != 0:
         assert found[-1] == pytest.approx(0.5)
@@ -92,11 +93,12 @@ def test_norms_do_not_decay_and_embeddings_if_asked() -> None:
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "loop"])
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_the_optimizer_that_was_asked_for(name: str, implementation: str) -> None:
-    config = row("single", "dense", optim__name=name, optim__implementation=implementation, optim__betas=(0.7, 0.8)).config
+    changes = {"optim__name": name, "optim__implementation": implementation, "optim__betas": (0.7, 0.8)}
+    config = row("single", "dense", **changes).config
     optimizer = build_state(config, Mesh.single()).optimizer
     assert type(optimizer) is {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
     for group in optimizer.param_groups:
-        assert (bool(group["fused"]), bool(group["foreach"])) == (implementation == "fused", implementation == "foreach")
+        assert [i for i in ("fused", "foreach") if group[i]] == [i for i in ("fused", "foreach") if i == implementation]
         assert group["betas"] == (0.7, 0.8) and group["eps"] == config.optim.eps
 
 

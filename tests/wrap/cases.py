@@ -26,8 +26,8 @@ from fivefold.wrap.data import Stage
 
 def batches(config: RunConfig, mesh: Mesh) -> Batches:
     """The hard rows of a configuration."""
-    data = config.data
-    return Batches(Synthetic(config.model.vocab_size, data.sequence_length, data.batch_size, config.train.seed), config, mesh)
+    data, seed = config.data, config.train.seed
+    return Batches(Synthetic(config.model.vocab_size, data.sequence_length, data.batch_size, seed), config, mesh)
 
 
 def stage_of(state: TrainState) -> Stage:
@@ -217,7 +217,8 @@ def mixed(context: RankContext, layout: str, compute: str, microbatches: int) ->
         gradients[name] = sum_values(whole, mesh.join("fsdp", "cp", "tp"))
     still = [s for s in stage.shards if s.piece.name == "product.still"]
     assert all(s.value.grad is None and not s.value.requires_grad for s in still)
-    dtypes = {e.name.partition(".")[2]: _name(p.dtype) for b in stage.buffers for e, p in zip(b.entries, b.params, strict=True)}
+    both = [pair for b in stage.buffers for pair in zip(b.entries, b.params, strict=True)]
+    dtypes = {entry.name.partition(".")[2]: _name(p.dtype) for entry, p in both}
     return Mixed(dtypes, gradients, len(stage.buffers), sum(e.scope.phase == "reduce" for e in recorder.events))
 
 
@@ -238,4 +239,3 @@ def unused_after(context: RankContext, config: RunConfig, steps: int) -> dict[st
                     whole.view(-1)[s.piece.place()] += s.piece.data
             found[name] = sum_values(whole, mesh.join("fsdp", "cp", "tp"))
     return found
-

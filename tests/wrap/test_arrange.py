@@ -39,7 +39,7 @@ def test_no_cut_splits_a_row_and_nothing_overlaps(sizes: Sizes, shards: int) -> 
     found = arrange(sizes, shards)
     placed = spans(sizes, found)
     assert all(stop <= start for (_, stop, _), (start, _, _) in pairwise(placed))
-    assert all(0 <= start and stop <= found.shard * shards for start, stop, _ in placed)
+    assert all(start >= 0 and stop <= found.shard * shards for start, stop, _ in placed)
     assert found.padding == found.shard * shards - sum(n for n, _ in sizes)
     for start, stop, row in placed:
         for cut in range(found.shard, found.shard * shards, found.shard):
@@ -98,4 +98,4 @@ def test_padding_of_real_models_is_small(recipe: str, share: float, layout: str)
             plan = arrange(sizes_of(entries), key[0].size)
             stored += plan.shard * key[0].size * MODELS[recipe][name]
             padding += plan.padding * MODELS[recipe][name]
-    assert 0 < stored and padding < share * stored
+    assert stored > 0 and padding < share * stored

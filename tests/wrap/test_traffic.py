@@ -100,7 +100,8 @@ def first(events: Events, **wanted: str) -> int:
 
 def computes(events: Events, part: str, phase: str) -> int:
     """Place of the first collective that a part itself calls in this phase."""
-    return next(i for i, e in enumerate(events) if e["scope"]["phase"] == phase and e["scope"]["module"].startswith(part))
+    scopes = [e["scope"] for e in events]
+    return next(i for i, s in enumerate(scopes) if s["phase"] == phase and s["module"].startswith(part))
 
 
 @pytest.mark.parametrize("zero", [1, 3])
