@@ -11,7 +11,7 @@ from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")  # before torch is imported, here and in what is started
 
-from . import steps
+from . import engine, steps
 from .table import Table
 from .work import MODELS
 
@@ -25,7 +25,14 @@ def _steps(quick: bool, say: Say) -> Iterator[Table]:
         yield steps.measure(list(MODELS), list(steps.GOALS), rounds=9, steps=3, say=say)
 
 
-SECTIONS = {"steps": _steps}
+def _engine(quick: bool, say: Say) -> Iterator[Table]:
+    if quick:
+        yield engine.measure([2], ["small"], rounds=2, steps=1, say=say)
+    else:
+        yield engine.measure([2, 4], list(engine.SHAPES), rounds=15, steps=3, say=say)
+
+
+SECTIONS = {"steps": _steps, "engine": _engine}
 
 
 def main() -> int:

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 LOST_PEER: Final = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket Timeout|remote process exited")
 """What gloo and NCCL say when another rank is gone: never the first cause when there is another error."""
 
+TIMED_OUT: Final = re.compile(r"[Tt]imed out|[Tt]imeout")
+"""What a rank says that waited for another in vain: the other may hang, or be stopped from outside."""
+
 LOST_PEER_PAUSE_S: Final = 1.0
 """How long a rank that lost another stays, so that the other can write its note before the parent stops everybody."""
 
@@ -204,12 +207,23 @@ def _first_failure(error: ChildFailedError, world: int, logs: Path) -> RankError
     stopped = {rank for rank in range(world) if (p := _stopped(logs, rank)).is_file() and p.stat().st_size}
     silent = [reported] if reported not in notes else []
     silent += [rank for rank in range(world) if rank not in {*notes, *stopped, *silent}]
-    if silent:
+    if silent and not (reported in notes and TIMED_OUT.search(notes[reported].error)):
         rank = silent[0]
         code = failure.exitcode if rank == reported else None
         return RankError(f"rank {rank} of {world} {_death(code)}", rank=rank)
     rank = min(notes, key=lambda r: (bool(LOST_PEER.search(notes[r].error)), notes[r].time_ns))
-    return RankError(f"rank {rank} of {world} failed: {notes[rank].error}", rank=rank, note=notes[rank])
+    message = f"rank {rank} of {world} failed: {notes[rank].error}"
+    if TIMED_OUT.search(notes[rank].error):
+        message += _waited_for(silent, sorted(stopped), logs)
+    return RankError(message, rank=rank, note=notes[rank])
+
+
+def _waited_for(silent: Sequence[int], stopped: Sequence[int], logs: Path) -> str:
+    """Which ranks another may have waited for: ``silent`` ones had to be killed, ``stopped`` ones left a trace."""
+    text = f". Did not react, and had to be killed: rank {', '.join(map(str, silent))}" if silent else ""
+    if stopped:
+        text += f". What the others were doing: {', '.join(str(_stopped(logs, rank)) for rank in stopped)}"
+    return text
 
 
 def _death(exitcode: int | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -80,7 +81,8 @@ def _start(recipe: str, config: RunConfig, folder: Path | None, ranks: Ranks | N
     args = (recipe, config.model_dump_json(), str(folder or ""))
     if ranks is None:
         assert folder is not None
-        launch(train_rank, args, world=config.dims.world, logs=folder / "logs", cuda=cuda)
+        stop_s = math.ceil(config.comm.shutdown_timeout_s)
+        launch(train_rank, args, world=config.dims.world, logs=folder / "logs", cuda=cuda, stop_timeout_s=stop_s)
     else:
         as_rank(train_rank, args)
 

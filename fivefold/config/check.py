@@ -115,9 +115,12 @@ def _training(config: RunConfig) -> list[str]:
 
 
 def _data(config: RunConfig) -> list[str]:
-    files = config.data.files
+    files, weights = config.data.files, config.data.weights
     if "random" in files and len(files) > 1:
         return [f"data.files={','.join(files)} mixes random with other sets. Use random alone, or leave it out."]
+    if "random" in files and weights:
+        shares = ",".join(f"{w:g}" for w in weights)
+        return [f"data.weights={shares} has nothing to weigh (data.files=random). Leave it out, or name prepared sets."]
     return []
 
 

@@ -46,7 +46,7 @@ def absolute(name: str) -> str:
 def _module(where: str, key: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(where)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError([_failed(key, name, where, error)]) from error
 
 
@@ -66,13 +66,13 @@ def _file(path: Path, key: str, name: str) -> ModuleType:
     sys.modules[module_name] = module  # pydantic looks up a class's annotations here
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise ConfigError([_failed(key, name, str(path), error)]) from error
     return module
 
 
-def _failed(key: str, name: str, where: str, error: Exception) -> str:
+def _failed(key: str, name: str, where: str, error: BaseException) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     line = error.lineno if isinstance(error, SyntaxError) else last.lineno
     file = error.filename if isinstance(error, SyntaxError) else last.filename

@@ -11,6 +11,7 @@ from .base import Part
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float64", "float32", "bfloat16"]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class DataConfig(Part):
@@ -64,7 +65,7 @@ class TrainConfig(Part):
 
     steps: PositiveInt
     """Optimizer steps."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of initial weights and sample order."""
     microbatches: PositiveInt = 1
     """Parts each data rank cuts its share of the batch into; their gradients add up."""

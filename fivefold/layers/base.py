@@ -8,6 +8,7 @@ from typing import ClassVar, cast
 import torch
 from torch import nn
 
+from ..config.dims import AXES
 from ..mesh.parameter import Init, parameter
 from ..mesh.run import Run
 from ..ops.linear import WeightGradQueue
@@ -35,9 +36,15 @@ class Layer(nn.Module):
         """Make parameter ``name`` of the whole ``shape``, cut as ``SHARDING`` says.
 
         Raises:
-            KeyError: if ``SHARDING`` does not name it.
+            ValueError: if ``SHARDING`` does not name it, with one known axis or None a dim, or a dim does not divide.
         """
-        p = parameter(self.run.mesh, shape, self.SHARDING[name], init, pad=pad, decay=decay, embedding=embedding)
+        cuts, where = self.SHARDING.get(name), f"{type(self).__name__}.SHARDING"
+        if cuts is None:
+            raise ValueError(f"{where} does not name {name!r}. Add it, with an axis or None for each dim of {shape}")
+        if len(cuts) != len(shape) or not {*cuts} <= {*AXES, None}:
+            raise ValueError(f"{where}[{name!r}]={cuts} does not fit the dims of {shape}. Give each dim None or one of "
+                             f"{', '.join(AXES)}")  # fmt: skip
+        p = parameter(self.run.mesh, shape, cuts, init, pad=pad, decay=decay, embedding=embedding)
         self.register_parameter(name, p)
 
 

@@ -65,27 +65,12 @@ def _back(scope: str) -> str:
 # ---- raw moves along any dim: the values of the operators below ------------------------------------------------------
 
 
-def _to_front(x: Tensor, n: int, dim: int) -> Tensor:
-    """``[..., n*s, ...]`` -> ``n`` parts ``[..., s, ...]`` one after the other along dim 0; copies only if it must."""
-    parts = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
-    return parts.movedim(dim, 0).contiguous().flatten(0, 1)
-
-
-def _from_front(parts: Tensor, dim: int) -> Tensor:
-    """``[n, ..., s, ...]`` -> ``[..., n*s, ...]``; copies only if it must."""
-    shape = list(parts.shape[1:])
-    shape[dim] *= parts.shape[0]
-    return parts.movedim(0, dim).reshape(shape)
-
-
 def _gather(x: Tensor, axis: Axis, dim: int, scope: Scope | None, to: str) -> Tensor:
-    handle = transport.all_gather(x.contiguous(), axis, states=f"S({dim})->{to}", scope=scope)
-    return _from_front(handle.wait().view(axis.size, *x.shape), dim)
+    return transport.all_gather(x.contiguous(), axis, dim=dim, states=f"S({dim})->{to}", scope=scope).wait()
 
 
 def _sum_scatter(x: Tensor, axis: Axis, dim: int, scope: Scope | None) -> Tensor:
-    parts = _to_front(x, axis.size, dim)
-    return transport.reduce_scatter(parts, axis, states=f"P->S({dim})", scope=scope, shape=tuple(x.shape)).wait()
+    return transport.reduce_scatter(x, axis, dim=dim, states=f"P->S({dim})", scope=scope).wait()
 
 
 def _slice(x: Tensor, axis: Axis, dim: int) -> Tensor:

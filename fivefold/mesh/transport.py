@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..observe.recorder import Event, Scope
+from . import gloo
 from .axis import Axis
 
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,7 +31,7 @@ _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class Handle:
     """A collective under way. ``wait`` returns its result, once it may be used by what the current stream runs next."""
 
-    work: dist.Work | None
+    works: Sequence[dist.Work]
     result: Callable[[], Tensor]
     keep: tuple[Tensor, ...] = ()
     """Buffers that must live until the transport is done with them."""
@@ -43,21 +44,31 @@ class Handle:
     def wait(self) -> Tensor:
         if self.event is not None:
             self.event.waiting()
-        if self.work is not None:
-            self.work.wait()
+        for work in self.works:
+            work.wait()
         out = self.result()
         if self.event is not None:
             self.event.finish()
-        self.work, self.keep = None, ()
+        self.works, self.keep = (), ()
         return out
 
 
-def native_reduce_scatter(axis: Axis) -> bool:
-    """Whether the transport's own reduce-scatter is used: on NCCL yes; gloo's costs four times an all-to-all and a sum.
-
-    Source: measured, 8 MB on 2 ranks: reduce_scatter_tensor 34 ms, all_to_all_single and a local sum 10 ms.
-    """
+def _native(axis: Axis) -> bool:
+    """Whether the transport's own gather, reduce-scatter and small sums are used: on NCCL. See :mod:`.gloo`."""
     return axis.group is not None and dist.get_backend(axis.group) == "nccl"
+
+
+def to_front(x: Tensor, n: int, dim: int) -> Tensor:
+    """``[..., n*s, ...]`` -> ``n`` parts ``[..., s, ...]`` one after the other along dim 0; copies only if it must."""
+    parts = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
+    return parts.movedim(dim, 0).contiguous().flatten(0, 1)
+
+
+def from_front(parts: Tensor, dim: int) -> Tensor:
+    """``[n, ..., s, ...]`` -> ``[..., n*s, ...]``; copies only if it must."""
+    shape = list(parts.shape[1:])
+    shape[dim] *= parts.shape[0]
+    return parts.movedim(0, dim).reshape(shape)
 
 
 def _post(op: str, axis: Axis, states: str, x: Tensor, sent: float, received: float, scope: Scope | None,
@@ -73,43 +84,62 @@ def _post(op: str, axis: Axis, states: str, x: Tensor, sent: float, received: fl
     return event
 
 
-def all_gather(shard: Tensor, axis: Axis, out: Tensor | None = None, *, states: str = "S(0)->R",
+def all_gather(shard: Tensor, axis: Axis, out: Tensor | None = None, *, dim: int = 0, states: str = "S(0)->R",
                scope: Scope | None = None) -> Handle:  # fmt: skip
-    """Start gathering equal shards ``[s, ...]`` into ``out`` ``[n*s, ...]`` in rank order."""
-    n = axis.size
-    if out is None:
-        out = shard.new_empty(n * shard.shape[0], *shard.shape[1:])
-    rest = (n - 1) * shard.numel()
-    event = _post("all_gather", axis, states, shard, rest, rest, scope)
-    work = _gather_single(out, shard, group=axis.group, async_op=True)
-    return Handle(work, lambda: out, (shard, out), event)
-
-
-def reduce_scatter(x: Tensor, axis: Axis, *, states: str = "P->S(0)", scope: Scope | None = None,
-                   shape: tuple[int, ...] | None = None) -> Handle:  # fmt: skip
-    """Start summing ``x`` ``[n*s, ...]`` over the axis; the result is this rank's ``[s, ...]``, summed in rank order.
+    """Start gathering equal contiguous shards ``[.., s, ..]``; the result is ``[.., n*s, ..]`` in rank order.
 
     Args:
-        shape: of the tensor as the caller's caller had it, where it differs from ``x``'s: for the record.
+        out: where the result goes, with ``dim`` 0; it may hold ``shard`` at its place already.
+    """
+    n, rest = axis.size, (axis.size - 1) * shard.numel()
+    event = _post("all_gather", axis, states, shard, rest, rest, scope)
+    if _native(axis):
+        parts = shard.new_empty(n, *shard.shape) if out is None else out.view(n, *shard.shape)
+        work = _gather_single(parts.view(-1), shard.view(-1), group=axis.group, async_op=True)
+        return Handle([work], lambda: from_front(parts, dim), (shard, parts), event)
+    if out is None and math.prod(shard.shape[:dim]) > 1:  # the parts do not lie one after the other
+        pieces = [shard if i == axis.rank else torch.empty_like(shard) for i in range(n)]
+        return Handle(gloo.gather(pieces, axis), lambda: torch.cat(pieces, dim), event=event)
+    whole = shard.new_empty(*shard.shape[:dim], n * shard.shape[dim], *shard.shape[dim + 1 :]) if out is None else out
+    pieces = whole.view(n, -1).unbind(0)
+    if pieces[axis.rank].data_ptr() != shard.data_ptr():
+        pieces[axis.rank].copy_(shard.view(-1))
+    return Handle(gloo.gather(pieces, axis), lambda: whole, event=event)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None, *, dim: int = 0, states: str = "P->S(0)",
+                   scope: Scope | None = None) -> Handle:  # fmt: skip
+    """Start summing ``x`` ``[.., n*s, ..]`` over the axis; the result is this rank's ``[.., s, ..]``, in rank order.
+
+    Args:
+        out: where the result goes.
     """
     n = axis.size
     rest = x.numel() // n * (n - 1)
-    event = _post("reduce_scatter", axis, states, x, rest, rest, scope, shape)
-    if native_reduce_scatter(axis):
-        out = x.new_empty(x.shape[0] // n, *x.shape[1:])
-        work = _scatter_single(out, x, group=axis.group, async_op=True)
-        return Handle(work, lambda: out, (x, out), event)
-    parts = torch.empty_like(x)
-    work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
-    return Handle(work, lambda: sum_parts(parts, n), (x, parts), event)
+    event = _post("reduce_scatter", axis, states, x, rest, rest, scope)
+    if out is None:
+        out = x.new_empty(*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
+    if _native(axis):
+        parts = to_front(x, n, dim)
+        work = _scatter_single(out.view(-1), parts.view(-1), group=axis.group, async_op=True)
+        return Handle([work], lambda: out, (parts, out), event)
+    if n == 2:
+        pieces = x.chunk(2, dim)
+        sent = pieces[1 - axis.rank].contiguous()
+        return Handle([gloo.exchange(sent, out, axis)], lambda: out.add_(pieces[axis.rank]), (sent,), event)
+    parts = to_front(x, n, dim)
+    received = torch.empty_like(parts)
+    work = dist.all_to_all_single(received, parts, group=axis.group, async_op=True)
+    return Handle([work], lambda: sum_parts(received, n, out), (parts,), event)
 
 
-def sum_parts(parts: Tensor, n: int) -> Tensor:
+def sum_parts(parts: Tensor, n: int, out: Tensor | None = None) -> Tensor:
     """Sum of ``n`` equal parts along dim 0, always in rank order; low precision adds up in fp32."""
     parts = parts.view(n, parts.shape[0] // n, *parts.shape[1:])
     if parts.dtype in (torch.bfloat16, torch.float16):
-        return parts.sum(0, dtype=torch.float32).to(parts.dtype)
-    return parts[0] + parts[1] if n == 2 else parts.sum(0)
+        total = parts.sum(0, dtype=torch.float32).to(parts.dtype)
+        return total if out is None else out.copy_(total)
+    return torch.sum(parts, 0, out=out)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum", *, states: str = "P->I", scope: Scope | None = None) -> Handle:
@@ -117,9 +147,12 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", *, states: str = "P->I", 
     n = axis.size
     moved = 2 * (n - 1) * x.numel() / n
     event = _post("all_reduce", axis, states, x, moved, moved, scope)
+    if not _native(axis) and x.numel() * x.element_size() <= gloo.SMALL_BYTES:
+        work, result = gloo.small_all_reduce(x, axis, op)
+        return Handle([work], result, event=event)
     kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
     work = dist.all_reduce(x, kind, group=axis.group, async_op=True)
-    return Handle(work, lambda: x, (x,), event)
+    return Handle([work], lambda: x, (x,), event)
 
 
 def all_to_all(x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int], *, states: str = "S(0)->S(0)",
@@ -130,7 +163,7 @@ def all_to_all(x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int
     sent, received = (sum(c) - c[axis.rank] for c in (send, receive))
     event = _post(op, axis, states, x, sent * row, received * row, scope)
     work = dist.all_to_all_single(out, x, list(receive), list(send), group=axis.group, async_op=True)
-    return Handle(work, lambda: out, (x, out), event)
+    return Handle([work], lambda: out, (x, out), event)
 
 
 def broadcast(x: Tensor, axis: Axis, root: int, *, states: str = "R", scope: Scope | None = None) -> Handle:
@@ -139,7 +172,7 @@ def broadcast(x: Tensor, axis: Axis, root: int, *, states: str = "R", scope: Sco
     mine = axis.rank == root
     event = _post("broadcast", axis, states, x, (axis.size - 1) * n * mine, n * (not mine), scope)
     work = dist.broadcast(x, axis.ranks[root], group=axis.group, async_op=True)
-    return Handle(work, lambda: x, (x,), event)
+    return Handle([work], lambda: x, (x,), event)
 
 
 def wait_for_peer(work: dist.Work, axis: Axis) -> None:
@@ -154,7 +187,7 @@ def wait_for_peer(work: dist.Work, axis: Axis) -> None:
 def shift(x: Tensor, axis: Axis, by: int = 1, *, states: str = "S->S", scope: Scope | None = None) -> Handle:
     """Start passing ``x`` to the rank ``by`` places on around the ring; what arrives has the same shape."""
     if by % axis.size == 0:
-        return Handle(None, x.clone)
+        return Handle((), x.clone)
     out = torch.empty_like(x)
     event = _post("shift", axis, states, x, x.numel(), x.numel(), scope)
     to, source = axis.ranks[(axis.rank + by) % axis.size], axis.ranks[(axis.rank - by) % axis.size]
@@ -166,4 +199,4 @@ def shift(x: Tensor, axis: Axis, by: int = 1, *, states: str = "S->S", scope: Sc
             wait_for_peer(work, axis)
         return out
 
-    return Handle(None, result, (x, out), event)
+    return Handle((), result, (x, out), event)

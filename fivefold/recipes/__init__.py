@@ -12,6 +12,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from ..config import fields, locate
+from ..config.base import Part
 from ..config.errors import ConfigError, nearest
 from ..config.overrides import validated
 from ..config.run import RunConfig
@@ -59,7 +60,7 @@ def load(spec: str) -> Recipe:
     path = Path(spec)
     if path.suffix == ".json" or (path / "config.json").is_file():
         return _saved(path / "config.json" if path.is_dir() else path)
-    if ":" in spec:
+    if ":" in spec or path.suffix == ".py":
         name = locate.absolute(spec)
         return Recipe(name=name, config=_call(spec, locate.function(spec, "recipe")))
     if spec not in RECIPES:
@@ -106,11 +107,27 @@ def _call(spec: str, function: Callable[..., Any]) -> RunConfig:
         raise ConfigError([f"recipe={spec}, {error.title}: {message}" for message in messages]) from error
     except ConfigError:
         raise
-    except Exception as error:
-        raise ConfigError([f"recipe={spec} fails: {type(error).__name__}: {error}. Correct the function."]) from error
+    except (Exception, SystemExit) as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError([f"recipe={spec} fails: {said}. Correct the function."]) from error
     if not isinstance(config, RunConfig):
         raise ConfigError([f"recipe={spec} returns a {type(config).__name__}. Return a RunConfig."])
+    if problems := _problems(config):
+        raise ConfigError([f"recipe={spec}: {problem}" for problem in problems])
     return config
+
+
+def _problems(config: RunConfig) -> list[str]:
+    """What no validation has seen: ``model_copy`` takes any value."""
+    found = [
+        f"{name}={value!r} is not {'a layout' if name == 'parallel' else 'a group of fields'}. Leave it out of the copy."
+        for name, value in ((name, getattr(config, name)) for name in type(config).model_fields)
+        if not isinstance(value, str if name == "parallel" else Part)
+    ]
+    if found:
+        return found
+    values = config.model_dump(warnings=False)
+    return [problem for _, _, problems in validated(config, values) for problem in problems]
 
 
 def _saved(path: Path) -> Recipe:

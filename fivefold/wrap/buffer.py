@@ -153,10 +153,11 @@ class Buffer:
             return
         self._storage.resize_(self._bytes)
         if self.axis.size == 1:  # only the dtype differs
-            self._gather = transport.Handle(None, lambda: self.full.copy_(self.shard))
+            self._gather = transport.Handle((), lambda: self.full.copy_(self.shard))
             return
+        mine = self.full[self.axis.rank * self.per_rank :][: self.per_rank]
         with self.streams.gather(), self.axis.recorder.at(module=self._unit, phase="gather"):
-            self._gather = transport.all_gather(self.shard.to(self.compute), self.axis, self.full)
+            self._gather = transport.all_gather(mine.copy_(self.shard), self.axis, self.full)
 
     def unshard(self) -> None:
         """Make the whole parameters usable by what the current stream runs next."""
@@ -229,7 +230,8 @@ class Buffer:
             self._replicate()
             return
         with self.streams.reduce(flat), self.axis.recorder.at(module=self._unit, phase="reduce"):
-            self._pending = transport.reduce_scatter(flat.to(self.precision.reduce), self.axis)
+            into = self.grad if self._fresh and self.precision.master == self.precision.reduce else None
+            self._pending = transport.reduce_scatter(flat.to(self.precision.reduce), self.axis, into)
 
     def settle(self) -> None:
         """Take in a reduction that is under way, and start the replicas' sum if it was the step's last."""
@@ -238,7 +240,10 @@ class Buffer:
         assert self.grad is not None
         with self.streams.reduce():
             summed = self._pending.wait()
-            self.grad = self.grad.copy_(summed) if self._fresh else self.grad.add_(summed)
+            if not self._fresh:
+                self.grad.add_(summed)
+            elif summed is not self.grad:
+                self.grad.copy_(summed)
         self._pending, self._fresh = None, False
         if self._last:
             self._replicate()

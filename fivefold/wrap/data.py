@@ -62,6 +62,17 @@ def announce(x: Tensor, fn: Callable[[], None]) -> Tensor:
     return _Announce.apply(x, fn) if x.requires_grad else x  # type: ignore[return-value]
 
 
+def _tensor(x: object, part: str) -> Tensor:
+    """What ``part`` returned, which must be a tensor.
+
+    Raises:
+        TypeError: if it is not.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"part {part!r} returned a {type(x).__name__}. Return a tensor: the next part's x, or the loss")
+    return x
+
+
 def group_entries(name: str, part: nn.Module, run: Run) -> dict[Key, list[Entry]]:
     """The parameters of a part, by what decides their buffer."""
     groups: dict[Key, list[Entry]] = {}
@@ -175,7 +186,7 @@ class Stage:
             if (prepare := getattr(self.parts[unit.name], "prepare", None)) is not None:
                 prepare(microbatch)
             with self.run.recorder.at(module=unit.name, phase="forward"):
-                x = unit.call(x, microbatch)
+                x = _tensor(unit.call(x, microbatch), unit.name)
             if self._watch is not None:
                 self._watch(unit.name, x)
             if self.zero == 3 and not unit.keep and not (i == last and torch.is_grad_enabled()):

@@ -86,6 +86,17 @@ def test_a_killed_rank_is_named(tmp_path):
     assert alive(tmp_path) == []
 
 
+def test_ranks_that_hang_are_named(tmp_path):
+    status, _, err = finish(start("stuck", tmp_path), tmp_path)
+    assert status == 1
+    assert f"rank 0 of {WORLD} failed: RuntimeError" in err
+    assert "Timed out" in err
+    assert "Did not react, and had to be killed: rank 1. " in err
+    assert err.endswith(f"What the others were doing: {tmp_path}/logs/rank2.stopped.txt\n")
+    assert "worker.py" in (tmp_path / "logs" / "rank2.stopped.txt").read_text()
+    assert alive(tmp_path) == []
+
+
 def test_a_rank_that_leaves_without_a_word_is_named(tmp_path):
     status, _, err = finish(start("exit", tmp_path), tmp_path)
     assert status == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from fivefold.cli.launch import RankError, launch
 from fivefold.config.errors import ConfigError
+from fivefold.mesh.process import set_step_timeouts
 
 WORLD = 3
 
@@ -40,7 +42,12 @@ def work(mode: str, folder: str) -> None:
         os._exit(3)
     if mode == "status" and rank == 1:
         raise SystemExit(5)
-    if mode == "hang":
+    if mode == "stuck":
+        set_step_timeouts([], 2.0)
+        dist.all_reduce(x)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    if mode == "hang" or (mode == "stuck" and rank == 2):
         time.sleep(300)
     if "RANK" in os.environ:
         for _ in range(3):  # the others notice here that one is gone
@@ -59,7 +66,10 @@ def run(mode: str, folder: str, world: int) -> None:
 def main(mode: str, folder: str, world: int) -> int:
     """Launch, and print what went wrong."""
     try:
-        launch(work, (mode, folder), world=world, logs=Path(folder) / "logs", cuda=mode == "spawn")
+        stop_s = 1 if mode == "stuck" else 30
+        launch(
+            work, (mode, folder), world=world, logs=Path(folder) / "logs", cuda=mode == "spawn", stop_timeout_s=stop_s
+        )
     except ConfigError as error:
         print("problems:", *error.problems, sep="\n")
         return 2

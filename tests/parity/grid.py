@@ -125,6 +125,7 @@ def cover() -> list[Row]:
 
 
 NO_YARN, FROZEN = {"model__rope__scaling": None}, {"model__builder": "tests.parity.frozen:build"}
+NO_BALANCE = {"model__moe__balance_loss": 0.0, "model__moe__z_loss": 0.0, "model__moe__bias_rate": 0.0}
 
 EXTRAS: tuple[Row, ...] = (
     # how a rank runs its own work
@@ -153,7 +154,7 @@ EXTRAS: tuple[Row, ...] = (
     row("fsdp2-tp2", "moe_q", 3, 2, "full", model__moe__score="softmax", model__moe__score_before=True),
     row("tp4", "moe", 3, 1, "full", model__moe__score_before=True, model__moe__n_shared=0),
     row("tp2", "moe", 1, 2, model__moe__bias_off_layers=(1,), model__moe__n_groups=1, model__moe__top_groups=1),
-    row("ddp2", "moe", 3, 2, model__moe__balance_loss=0.0, model__moe__z_loss=0.0, model__moe__bias_rate=0.0, **NO_YARN),
+    row("ddp2", "moe", 3, 2, **NO_BALANCE, **NO_YARN),
     row("fsdp2", "moe", 3, 1, model__n_layers=1, model__moe__n_dense_layers=0, model__moe__n_experts=4,
         model__moe__n_groups=2, model__moe__top_groups=1),  # most experts get few tokens, some none
     row("ddp2-fsdp2", "plain", 3, 2, "full"),

@@ -233,8 +233,15 @@ def replicas_not_summed(mesh: Mesh) -> AbstractContextManager[Any]:
 @mutation(row("ddp2-fsdp2", "dense", 3, 2), "gradient", right=("replicas",))
 def replicas_summed_per_microbatch(mesh: Mesh) -> AbstractContextManager[Any]:
     """The running sum goes over the replicas after each microbatch, so earlier ones count several times."""
-    real = Buffer.reduce
-    return patch.object(Buffer, "reduce", lambda self, last: real(self, last=True))
+    reduce, replicate = Buffer.reduce, Buffer._replicate
+
+    def at_once(self: Buffer) -> None:
+        replicate(self)
+        assert self.grad is not None and self._replicating is not None
+        self.grad.copy_(self._replicating.wait())
+        self._replicating = None
+
+    return patch.multiple(Buffer, reduce=lambda self, last: reduce(self, last=True), _replicate=at_once)
 
 
 @mutation(row("fsdp2", "dense", 2), "gradient", first="none")

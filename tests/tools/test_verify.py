@@ -24,8 +24,21 @@ from tests.parity.grid import changed, row
 Pools = Callable[[int], Pool]
 ROOT = Path(__file__).parents[2]
 PLAIN = f"{ROOT}/tests/parity/plain.py:recipe"
-KEYS = ["layout", "dtype", "steps", "loss", "grad_norm", "gradient", "parameter", "experts", "replicas", "owners", "worst",
-        "first_difference", "passed"]  # fmt: skip
+KEYS = [
+    "layout",
+    "dtype",
+    "steps",
+    "loss",
+    "grad_norm",
+    "gradient",
+    "parameter",
+    "experts",
+    "replicas",
+    "owners",
+    "worst",
+    "first_difference",
+    "passed",
+]
 
 
 def run(pool: Pools, config: Any, *layouts: str, **options: Any) -> list[Report]:
@@ -44,9 +57,21 @@ def test_reports_come_in_the_order_asked_whatever_their_sizes(pool: Pools) -> No
 
 
 def test_json_of_one_and_of_several() -> None:
-    report = Report(layout="tp2", dtype="float64", steps=3, loss=1e-16, grad_norm=2e-16, gradient=3e-15, parameter=4e-14,
-                    experts=True, replicas=True, owners=True, worst=("head.weight", 4e-14), first_difference=None,
-                    passed=True)  # fmt: skip
+    report = Report(
+        layout="tp2",
+        dtype="float64",
+        steps=3,
+        loss=1e-16,
+        grad_norm=2e-16,
+        gradient=3e-15,
+        parameter=4e-14,
+        experts=True,
+        replicas=True,
+        owners=True,
+        worst=("head.weight", 4e-14),
+        first_difference=None,
+        passed=True,
+    )
     one = json.loads(as_json([report]))
     assert list(one) == KEYS
     assert one["worst"] == ["head.weight", 4e-14] and one["first_difference"] is None and one["passed"] is True
@@ -72,8 +97,9 @@ def test_what_cannot_be_verified_is_refused(dtype: str) -> None:
 
 def outcome(**changes: Any) -> Outcome:
     w = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([0.0, 0.0])}
-    good = Outcome(losses=[2.0, 1.0], norms=[3.0, 1.0], gradients=w, parameters=w, experts={}, owners=True, replicas=True,
-                   seen={})  # fmt: skip
+    good = Outcome(
+        losses=[2.0, 1.0], norms=[3.0, 1.0], gradients=w, parameters=w, experts={}, owners=True, replicas=True, seen={}
+    )
     return replace(good, **changes)
 
 

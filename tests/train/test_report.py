@@ -60,9 +60,26 @@ def test_keys_of_a_step_and_of_an_evaluation(tmp_path: Path) -> None:
     told.summary({"before": Evaluation(3.0, 2.5, 59), "after": Evaluation(2.0, 1.5, 59)}, {"gzip -9": 2.25})
     told.close()
     step, evaluation = lines(tmp_path)
-    assert {"step", "loss", "grad_norm", "lr", "tokens", "targets", "tokens_per_s", "step_s", "model_flops_per_s", "mfu",
-            "data_wait", "largest_rank_loss", "memory_bytes", "expert_load", "balance_loss", "z_loss", "grad_norms",
-            "weight_norms"} <= step.keys()  # fmt: skip
+    assert {
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "targets",
+        "tokens_per_s",
+        "step_s",
+        "model_flops_per_s",
+        "mfu",
+        "data_wait",
+        "largest_rank_loss",
+        "memory_bytes",
+        "expert_load",
+        "balance_loss",
+        "z_loss",
+        "grad_norms",
+        "weight_norms",
+    } <= step.keys()
     assert step["step"] == 1 and step["loss"] == stats.loss.item()
     assert step["tokens"] == 8 * 16 and step["targets"] == 59
     assert step["expert_load"].keys() == {f"layers.{i}.ffn" for i in (1, 2, 3)}

@@ -13,9 +13,18 @@ from tests.parity.grid import Row, changed, row
 from . import cases
 
 Pools = Callable[[int], Pool]
-STORED = [row("single"), row("fsdp2", "moe", 3), row("tp2", "moe_q"), row("ddp2", "dense"), row("fsdp2-tp2", "moe"),
-          row("fsdp4", "dense"), row("fsdp2-tp2", "moe", train__small_buffer=300), row("fsdp2", "dense", train__dtype="float32"),
-          row("fsdp2", "moe", train__dtype="bfloat16"), row("tp2", "dense", model__tied=True)]  # fmt: skip
+STORED = [
+    row("single"),
+    row("fsdp2", "moe", 3),
+    row("tp2", "moe_q"),
+    row("ddp2", "dense"),
+    row("fsdp2-tp2", "moe"),
+    row("fsdp4", "dense"),
+    row("fsdp2-tp2", "moe", train__small_buffer=300),
+    row("fsdp2", "dense", train__dtype="float32"),
+    row("fsdp2", "moe", train__dtype="bfloat16"),
+    row("tp2", "dense", model__tied=True),
+]
 
 
 @pytest.mark.parametrize("row", STORED, ids=str)
