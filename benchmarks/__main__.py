@@ -11,7 +11,7 @@ from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")  # before torch is imported, here and in what is started
 
-from . import engine, steps
+from . import engine, steps, traffic
 from .table import Table
 from .work import MODELS
 
@@ -32,7 +32,11 @@ def _engine(quick: bool, say: Say) -> Iterator[Table]:
         yield engine.measure([2, 4], list(engine.SHAPES), rounds=15, steps=3, say=say)
 
 
-SECTIONS = {"steps": _steps, "engine": _engine}
+def _bytes(quick: bool, say: Say) -> Iterator[Table]:
+    yield traffic.measure(traffic.CASES[:1] if quick else traffic.CASES, say)
+
+
+SECTIONS = {"steps": _steps, "engine": _engine, "bytes": _bytes}
 
 
 def main() -> int:

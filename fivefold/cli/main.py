@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import time
@@ -23,6 +24,8 @@ COMMANDS: Final = MappingProxyType(
 """Each has SUMMARY, EXAMPLES, ``arguments(parser)`` and ``run(args, overrides) -> status``."""
 WITH_RECIPE: Final = ("train", "verify", "show")
 """The commands that take a recipe and overrides."""
+NOT_OURS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+"""What a disk refuses, where a traceback would tell nothing more."""
 FIRST_RANK_STAYS_S: Final = 1.0
 OTHER_RANKS_STAY_S: Final = 2.0
 
@@ -45,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in NOT_OURS:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 def _report(problems: Sequence[str]) -> int:

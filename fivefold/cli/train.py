@@ -88,6 +88,8 @@ def _start(recipe: str, config: RunConfig, folder: Path | None, ranks: Ranks | N
 
 
 def _folder_problems(run_dir: str | None) -> list[str]:
+    if run_dir == "":
+        return ["run_dir= is empty. Give --run-dir a folder, or leave it out for a new one."]
     if run_dir is None:
         folder, key = Path("runs"), "run_dir=runs (the default)"
     else:
@@ -105,17 +107,32 @@ def _folder_problems(run_dir: str | None) -> list[str]:
 def _make_folder(run_dir: str | None, recipe: str, layout: str) -> Path:
     """The run's folder, made; by default a new one named after recipe, layout and time."""
     if run_dir is not None:
-        Path(run_dir).mkdir(parents=True, exist_ok=True)
-        return Path(run_dir)
+        return _made(Path(run_dir), exist_ok=True)
     name = f"{recipe.rpartition(':')[2]}-{layout}-{time.strftime('%Y%m%d-%H%M%S')}"
     for n in range(1, 100):
         folder = Path("runs") / (name if n == 1 else f"{name}-{n}")
         try:
-            folder.mkdir(parents=True)
+            return _made(folder)
         except FileExistsError:
             continue
-        return folder
     raise ConfigError([f"run_dir=runs/{name} and 98 more exist. Give a --run-dir."])
+
+
+def _made(folder: Path, exist_ok: bool = False) -> Path:
+    """``folder``, made with all above it.
+
+    Raises:
+        FileExistsError: if it is there already, unless ``exist_ok``.
+        ConfigError: if it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and not exist_ok:
+            raise
+        why = f"{error.strerror} ({error.filename})"
+        raise ConfigError([f"run_dir={folder} cannot be made: {why}. Give another --run-dir."]) from None
+    return folder
 
 
 def _without_stdlib(config: RunConfig) -> bool:

@@ -29,10 +29,11 @@ DTYPES = ("float64", "float32")
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_recipe(parser)
-    parser.add_argument("--parallel", metavar="LAYOUT", nargs="+", help="layouts to compare with one rank")
-    parser.add_argument("--dtype", metavar="DTYPE", default="float64", help="float64 (default) or float32")
-    parser.add_argument("--steps", metavar="N", default="3", help="optimizer steps (default: 3)")
-    parser.add_argument("--json", metavar="FILE", help="write the report to FILE as well")
+    add = parser.add_argument
+    add("--parallel", metavar="LAYOUT", nargs="+", action="extend", help="layouts to compare with one rank")
+    add("--dtype", metavar="DTYPE", default="float64", help="float64 (default) or float32")
+    add("--steps", metavar="N", default="3", help="optimizer steps (default: 3)")
+    add("--json", metavar="FILE", help="write the report to FILE as well")
 
 
 def run(args: argparse.Namespace, given: Mapping[str, str]) -> int:
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace, given: Mapping[str, str]) -> int:
     problems += [problem for case in cases for problem in check(case)]
     if args.dtype == "bfloat16":
         problems.append("dtype=bfloat16 cannot be verified: rounding hides mistakes. Use float64 or float32.")
+    problems += _json_problems(args.json)
     stop_on(problems)
 
     from ..mesh.pool import PoolError
@@ -62,6 +64,13 @@ def run(args: argparse.Namespace, given: Mapping[str, str]) -> int:
     if args.json:
         Path(args.json).write_text(verify.as_json(reports) + "\n", encoding="utf-8")
     return 0 if all(report.passed for report in reports) else 1
+
+
+def _json_problems(name: str | None) -> list[str]:
+    """Why the report cannot be written, known before the work is done."""
+    if name is None or (Path(name).parent.is_dir() and not Path(name).is_dir()):
+        return []
+    return [f"json={name} cannot be written: {Path(name).parent} is not a folder, or {name} is one. Use a file's path."]
 
 
 def _print(reports: list[Report], out: Console) -> None:

@@ -11,7 +11,7 @@ from .base import Part
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float64", "float32", "bfloat16"]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
 class DataConfig(Part):

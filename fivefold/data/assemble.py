@@ -32,8 +32,7 @@ def assemble(request: Request, job: Job, n_shards: int) -> Index:
         text = part["text_bytes"]
         totals += np.array([text.sum(), text[held].sum(), *compressed, part["counts"][2]])
     if not writer.n_documents:
-        message = f"heldout={request.heldout} leaves no document to train on. Give more documents, or set heldout=0."
-        raise ConfigError([message])
+        raise ConfigError([_nothing_left(request, any_text=bool(totals[0]), n_not_utf8=int(totals[4]))])
     writer.start_heldout()
     for part in _parts(job, n_shards, request.tokens):
         _append(writer, part, heldout=True)
@@ -51,6 +50,14 @@ def assemble(request: Request, job: Job, n_shards: int) -> Index:
         request=request.as_json(),
         fingerprint=job.fingerprint,
     )
+
+
+def _nothing_left(request: Request, *, any_text: bool, n_not_utf8: int) -> str:
+    """Why there is no document to train on."""
+    if any_text:
+        return f"heldout={request.heldout} leaves no document to train on. Give more documents, or use --heldout 0."
+    why = f"{n_not_utf8} documents are not UTF-8" if n_not_utf8 else "every document is empty"
+    return f"sources={' '.join(request.sources)} hold no text ({why}). Give text in UTF-8."
 
 
 def _parts(job: Job, n_shards: int, limit: int | None) -> Iterator[dict[str, np.ndarray]]:

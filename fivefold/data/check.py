@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..config.errors import ConfigError, nearest
 from ..config.parts import DataConfig
-from .tokenfile import INDEX, TokenFile
+from .tokenfile import INDEX, TOKENIZER, TokenFile
 
 
 def locate(data: DataConfig) -> tuple[Path, ...]:
@@ -37,6 +37,7 @@ def problems(data: DataConfig, vocab_size: int) -> list[str]:
         found.append("data.files is empty. Set data.files to at least one prepared token file, such as stdlib.")
     n_rows = 0
     complete = bool(data.files)
+    tokenizers: dict[tuple[int, ...], str] = {}
     for name, path in zip(data.files, locate(data)):
         if not _is_token_file(path):
             found.append(_missing(name, data))
@@ -50,8 +51,15 @@ def problems(data: DataConfig, vocab_size: int) -> list[str]:
             continue
         rows = max(file.n_training_tokens - 1, 0) // data.sequence_length
         n_rows += rows
+        tokenizers.setdefault(file.index.checksums.get(TOKENIZER, ()), name)
         found += _bad_file(name, file, rows, data.sequence_length, vocab_size)
-    if complete and n_rows < data.batch_size:
+    if len(tokenizers) > 1:
+        one, other, *_ = tokenizers.values()
+        found.append(
+            f"data.files={_listed(data.files)} holds token ids of different tokenizers (those of {one} and {other}). "
+            f"Prepare one of them again with the other's: `fivefold prepare ... --tokenizer {Path(data.dir) / one}`."
+        )
+    if complete and 0 < n_rows < data.batch_size:
         found.append(
             f"data.batch_size={data.batch_size} exceeds the rows of the training data ({n_rows} rows of "
             f"data.sequence_length={data.sequence_length}). Set data.batch_size to at most {n_rows}, shorten "

@@ -194,7 +194,9 @@ def text_of(record: Any, field: str, where: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ConfigError([f"field={field} is not text ({where} has {type(value).__name__}). Use one of {fields}."])
+        others = [name for name in fields if isinstance(record[name], str)]
+        hint = f"Use --field with one of {others}." if others else "Mend or remove it."
+        raise ConfigError([f"field={field} is not text ({where} has {type(value).__name__}). {hint}"])
     return value
 
 

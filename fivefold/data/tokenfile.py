@@ -32,6 +32,7 @@ CHUNK_BYTES = 4 * 2**20  # one checksum each, so that a large file can be checke
 QUICK_CHECK_BYTES = 4 * 10**9  # files up to here are always read whole, some seconds from a disk
 SAMPLED_CHUNKS = 256  # read from each larger file: 1 GiB
 INDEX = "index.json"
+TOKENIZER = "tokenizer.json"
 
 Count = Annotated[int, Field(ge=0)]
 

@@ -34,10 +34,10 @@ class Run:
 
         For what must not change or count twice: an expert route, its counts, statistics, what leaves a part aside.
         """
-        if torch.compiler.is_compiling():  # outside the graph, which then is the same in forward and recompute
-            torch._dynamo.graph_break()
         if self._frozen is None:
             return fn()
+        if torch.compiler.is_compiling():  # outside the graph, which then is the same in forward and recompute
+            torch._dynamo.graph_break()
         if self._replay < 0:
             self._frozen.append(fn())
             return self._frozen[-1]

@@ -119,15 +119,21 @@ def _call(spec: str, function: Callable[..., Any]) -> RunConfig:
 
 def _problems(config: RunConfig) -> list[str]:
     """What no validation has seen: ``model_copy`` takes any value."""
+    kinds = dict.fromkeys(RunConfig.model_fields, (Part, "a group of fields")) | {"parallel": (str, "a layout")}
     found = [
-        f"{name}={value!r} is not {'a layout' if name == 'parallel' else 'a group of fields'}. Leave it out of the copy."
-        for name, value in ((name, getattr(config, name)) for name in type(config).model_fields)
-        if not isinstance(value, str if name == "parallel" else Part)
+        f"{name}={getattr(config, name)!r} is not {words}. Leave it out of the copy."
+        for name, (kind, words) in kinds.items()
+        if not isinstance(getattr(config, name), kind)
     ]
     if found:
         return found
-    values = config.model_dump(warnings=False)
-    return [problem for _, _, problems in validated(config, values) for problem in problems]
+    return [problem for _, _, problems in validated(config, _values(config)) for problem in problems]
+
+
+def _values(part: Part) -> dict[str, Any]:
+    """The values of ``part``, also under names that are no field, which ``model_dump`` passes over."""
+    held = ((name, value) for name, value in part if name in type(part).model_fields or not hasattr(type(part), name))
+    return {name: _values(value) if isinstance(value, Part) else value for name, value in held}
 
 
 def _saved(path: Path) -> Recipe:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config.check import check
 from ..config.dims import ParallelDims
 from ..config.errors import ConfigError
 from ..config.run import RunConfig
@@ -229,9 +230,12 @@ def verify(
             operator yet.
 
     Raises:
-        ConfigError: if a layout or the dtype cannot be verified.
+        ConfigError: if the dtype cannot be verified, or a layout does not fit the configuration.
     """
     check_verifiable(config)
+    problems = [p for layout in layouts for p in check(config.model_copy(update={"parallel": layout}))]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
     limit = TOLERANCE[config.train.dtype] if tolerance is None else tolerance
     cases = [config.model_copy(update={"parallel": str(ParallelDims.parse(layout))}) for layout in layouts]
     reports: dict[int, Report] = {}

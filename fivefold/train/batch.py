@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..config.errors import ConfigError, not_multiple
 from ..config.run import RunConfig
 from ..data.rows import IGNORE, Rows
 from ..layers.microbatch import MicroBatch
@@ -42,9 +43,16 @@ class Batch:
 
 
 class Batches:
-    """This rank's batch of every step: rows are built one step ahead on a thread, while the step before runs."""
+    """This rank's batch of every step: rows are built one step ahead on a thread, while the step before runs.
+
+    Raises:
+        ConfigError: if the batch does not divide: rows left over would be trained on by nobody.
+    """
 
     def __init__(self, source: Source, config: RunConfig, mesh: Mesh) -> None:
+        factors = {"ddp*fsdp": mesh.dims.data, "train.microbatches": config.train.microbatches}
+        if problems := not_multiple("data.batch_size", config.data.batch_size, factors):
+            raise ConfigError(problems)
         self._source, self._mesh = source, mesh
         share = config.data.batch_size // mesh.dims.data
         self._start = mesh.data_rank() * share

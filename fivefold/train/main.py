@@ -64,7 +64,10 @@ def _train(config: RunConfig, mesh: Mesh, folder: Path) -> None:
         reporting = Reporting(config, mesh, folder, console)
         reporting.header(state, folder)
         found: dict[str, Evaluation] = {}
-        if config.train.evaluate:
+        evaluates = config.train.evaluate and source.heldout.n_rows > 0
+        if config.train.evaluate and not evaluates:
+            console.warn("nothing is evaluated: the data has no held-out documents; prepare it with a larger --heldout")
+        if evaluates:
             found["before training"] = _evaluate(state, source, reporting)
         reporting.start(state.step)
         for step in range(1, config.train.steps + 1):
@@ -72,7 +75,7 @@ def _train(config: RunConfig, mesh: Mesh, folder: Path) -> None:
             if step == 1:
                 set_step_timeouts(mesh.groups, config.comm.step_timeout_s)
             every = config.train.eval_every
-            if config.train.evaluate and (step == config.train.steps or (every and step % every == 0)):
+            if evaluates and (step == config.train.steps or (every and step % every == 0)):
                 found["after training"] = _evaluate(state, source, reporting)
                 reporting.start(state.step)
         reporting.summary(found, source.reference)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -38,10 +39,10 @@ def token_file(folder) -> Path:
     return folder / "data" / "text"
 
 
-def errors(capsys, line: str) -> list[str]:
+def errors(capsys, line: str | list[str]) -> list[str]:
     """What ``fivefold LINE`` says; it must end with status 2, in time, and print only errors."""
     begin = time.monotonic()
-    assert main(line.split()) == 2
+    assert main(line.split() if isinstance(line, str) else line) == 2
     assert time.monotonic() - begin < LIMIT_S
     out, err = capsys.readouterr()
     assert out == ""
@@ -77,6 +78,7 @@ def errors(capsys, line: str) -> list[str]:
         ("train moe_tiny --model.dim 0", ["model.dim=0 is not above 0", "from 1"]),
         ("train moe_tiny --model.dim -4", ["model.dim=-4 is not above 0"]),
         ("train moe_tiny --data.batch-size 0", ["data.batch_size=0 is not above 0"]),
+        (f"train moe_tiny --train.seed {2**63}", [f"train.seed={2**63} is above {2**63 - 1}"]),
         ("train moe_tiny --parallel tp0", ["tp=0 is below 1"]),
         ("train moe_tiny --model.moe.top-k 9", ["top_k=9 is above model.moe.n_experts=8"]),
         ("train moe_tiny --optim.warmup-steps 30", ["warmup_steps=30 is longer than the run (train.steps=20)"]),
@@ -123,6 +125,29 @@ def test_run_folder(capsys, folder):
     assert "lies under a file" in errors(capsys, "train moe_tiny --run-dir file/run")[0]
     (folder / "runs").write_text("")
     assert "run_dir=runs (the default) lies under a file" in errors(capsys, "train moe_tiny")[0]
+
+
+def test_folders_that_cannot_be_made(capsys, folder, monkeypatch):
+    assert "run_dir= is empty" in errors(capsys, ["train", "moe_tiny", "--run-dir", ""])[0]
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    for line in ("train moe_tiny --run-dir new", "train moe_tiny"):
+        (text,) = errors(capsys, line)
+        assert "cannot be made: No space left on device (" in text
+
+
+def refuse(path: Path, **options: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def test_a_full_disk(capsys, folder, monkeypatch):
+    monkeypatch.setattr("fivefold.cli.prepare.prepare", lambda request: refuse(Path("data")))
+    assert main(["prepare", "text"]) == 1
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device: 'data'\n"
+
+
+def test_a_report_that_cannot_be_written(capsys, folder):
+    assert "json=no/report.json cannot be written" in errors(capsys, "verify moe_tiny --json no/report.json")[0]
+    assert "cannot be written" in errors(capsys, f"verify moe_tiny --json {folder}")[0]
 
 
 def test_a_folder_one_may_not_write(capsys, folder, monkeypatch):

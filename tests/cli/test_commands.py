@@ -9,14 +9,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fivefold import __version__, recipes
 from fivefold.cli import train
 from fivefold.cli.main import COMMANDS, main
 from fivefold.config import fields
+from fivefold.config.errors import ConfigError
+from fivefold.data.writer import TokenFileWriter
 from fivefold.recipes import RECIPES
 from fivefold.tools import footprint, verify
+from fivefold.train import run as train_here
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +50,29 @@ def test_version(capsys):
         main(["--version"])
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"fivefold {__version__}\n"
+
+
+def test_a_set_without_held_out_text_is_not_evaluated(capsys, folder):
+    writer = TokenFileWriter(folder / "data" / "text", vocab_size=37, tokenizer={"tokenizer.json": "{}"})
+    writer.append(np.arange(64) % 37, [64], [200])
+    writer.start_heldout()
+    writer.finish(text_bytes=200)
+    words = ["--data.files", "text", "--data.batch-size", "2", "--train.steps", "2", "--train.eval-every", "1"]
+    text = output(capsys, "train", "dense_tiny", *words, "--run-dir", "run", "--train.device", "cpu")
+    assert "warning: nothing is evaluated: the data has no held-out documents" in text
+    assert "step 2/2" in text
+    assert "bits" not in text
+    assert "eval" not in (folder / "run" / "metrics.jsonl").read_text()
+
+
+def test_python_refuses_what_the_command_refuses(folder):
+    config = RECIPES["moe_tiny"]()
+    exact = config.model_copy(update={"train": config.train.model_copy(update={"dtype": "float64"})})
+    with pytest.raises(ConfigError, match=r"batch_size=8 is not a multiple of fsdp=3(.|\n)*tp=3"):
+        verify.verify(exact, ["fsdp3", "tp3", "fsdp2"])
+    uneven = config.model_copy(update={"train": config.train.model_copy(update={"microbatches": 3, "device": "cpu"})})
+    with pytest.raises(ConfigError, match=r"batch_size=8 is not a multiple of .*train.microbatches=3"):
+        train_here(uneven, "moe_tiny", str(folder))
 
 
 def test_help(capsys):

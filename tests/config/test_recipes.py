@@ -57,6 +57,22 @@ def nothing():
 
 def broken():
     return {}["key"]
+
+
+def leaves():
+    raise SystemExit(0)
+
+
+def copied(**update):
+    return recipe().model_copy(update=update)
+
+
+def copied_group():
+    return copied(train=recipe().train.model_copy(update={"steps": -3, "stepz": 1}))
+
+
+def copied_none():
+    return copied(optim=None, parallel=3)
 '''
 
 
@@ -110,6 +126,23 @@ def test_messages(user_file, tmp_path):
     assert failing(f"{user_file}:wrong").count("\n") == 1
     assert "vocab_size=0 is not above 0" in failing(f"{user_file}:wrong")
     assert "widht=3 is not a field" in failing(f"{user_file}:wrong")
+
+
+def test_what_a_copy_did_not_validate(user_file):
+    found = failing(f"{user_file}:copied_group")
+    assert "train.steps=-3 is not above 0" in found
+    assert "train.stepz=1 is not a field" in found
+    found = failing(f"{user_file}:copied_none")
+    assert "optim=None is not a group of fields" in found
+    assert "parallel=3 is not a layout" in found
+    assert recipes.load(f"{user_file}:copied").config.model.width == 4
+
+
+def test_a_file_that_leaves(user_file, tmp_path):
+    assert "fails: SystemExit: 0. Correct the function" in failing(f"{user_file}:leaves")
+    (tmp_path / "script.py").write_text("import sys\nsys.exit()\n")
+    assert "cannot be imported: SystemExit" in failing(f"{tmp_path}/script.py:recipe")
+    assert "names no function" in failing(f"{tmp_path}/script.py")
 
 
 def test_a_file_that_fails(tmp_path):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fivefold.config.parts import DataConfig
 from fivefold.data.check import locate, open_files, problems
+from fivefold.data.writer import TokenFileWriter
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def test_good_data(data: DataConfig, build, tmp_path: Path) -> None:
     [
         ({}, 99, ["data.files=set has a vocabulary of 100, more than the model's (model.vocab_size=99)."]),
         ({"batch_size": 6}, 100, ["data.batch_size=6 exceeds the rows of the training data (5 rows of"]),
-        ({"sequence_length": 41}, 100, ["Set data.sequence_length to at most 40", "data.batch_size=4 exceeds"]),
+        ({"sequence_length": 41}, 100, ["Set data.sequence_length to at most 40"]),
         ({"weights": (1.0, 2.0)}, 100, ["data.weights=1.0,2.0 has 2 values for 1 files (data.files=set)."]),
         ({"weights": (0.0,)}, 100, ["data.weights=0.0 has a weight that is not positive."]),
         ({"files": ()}, 100, ["data.files is empty."]),
@@ -52,6 +54,16 @@ def test_problems(data: DataConfig, changes: dict, vocab_size: int, messages: li
 def test_the_nearest_prepared_set_is_named(data: DataConfig) -> None:
     (problem,) = problems(data.model_copy(update={"files": ("sett",)}), 100)
     assert "holds set). Did you mean set? If not, run `fivefold prepare SOURCE --out" in problem
+
+
+def test_sets_of_different_tokenizers_do_not_mix(data: DataConfig, tmp_path: Path) -> None:
+    writer = TokenFileWriter(tmp_path / "other", vocab_size=100, tokenizer={"tokenizer.json": "{ }"})
+    writer.append(np.arange(41), [41], [41])
+    writer.start_heldout()
+    writer.finish(text_bytes=41)
+    (problem,) = problems(data.model_copy(update={"files": ("set", "other", "set")}), 100)
+    assert "of different tokenizers (those of set and other)" in problem
+    assert problem.endswith(f"--tokenizer {tmp_path / 'set'}`.")
 
 
 def test_damage(data: DataConfig) -> None:

@@ -401,9 +401,15 @@ def test_a_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
 
 
 def test_nothing_left_to_train_on(tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_text("")
-    with pytest.raises(ConfigError, match="no document to train on"):
-        prepare(request_for(str(tmp_path / "x.txt"), tmp_path / "out"), QUIET)
+    request = request_for(str(tmp_path / "x.txt"), tmp_path / "out")
+    for content, message in (
+        (b"", r"hold no text \(every document is empty\)"),
+        (b"caf\xe9", r"hold no text \(1 documents are not UTF-8\)"),
+        (b"text", r"heldout=0.999999 leaves no document to train on"),
+    ):
+        (tmp_path / "x.txt").write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            prepare(replace(request, heldout=0.999999), QUIET)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,8 @@ def test_the_standard_library_has_no_tests_in_it() -> None:
     ("line", "message"),
     [
         ('{"txt": "a"}', r"field=text is missing \(.* at byte 0\). Use --field with one of \['txt'\], such as txt."),
-        ('{"text": 3}', r"field=text is not text \(.* has int\)"),
+        ('{"text": 3}', r"field=text is not text \(.* has int\). Mend or remove it"),
+        ('{"text": 3, "body": "a", "n": 1}', r"field=text is not text .* Use --field with one of \['body'\]"),
         ("{", r"at byte 0 is not a line of JSON"),
         ("[1]", r"field=text is missing"),
     ],
