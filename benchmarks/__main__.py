@@ -11,7 +11,7 @@ from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")  # before torch is imported, here and in what is started
 
-from . import engine, steps, traffic
+from . import engine, startup, steps, traffic
 from .table import Table
 from .work import MODELS
 
@@ -36,7 +36,11 @@ def _bytes(quick: bool, say: Say) -> Iterator[Table]:
     yield traffic.measure(traffic.CASES[:1] if quick else traffic.CASES, say)
 
 
-SECTIONS = {"steps": _steps, "engine": _engine, "bytes": _bytes}
+def _startup(quick: bool, say: Say) -> Iterator[Table]:
+    yield startup.measure(1 if quick else 5, say)
+
+
+SECTIONS = {"steps": _steps, "engine": _engine, "bytes": _bytes, "startup": _startup}
 
 
 def main() -> int:

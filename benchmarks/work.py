@@ -13,7 +13,7 @@ from fivefold.config.parts import DataConfig, OptimConfig, TrainConfig
 from fivefold.config.run import RunConfig
 from fivefold.data.rows import Rows
 
-from . import plain_dsv3, plain_llama
+from benchmarks import plain_dsv3, plain_llama  # absolute: also loaded by path, as a recipe
 
 LENGTH, ROWS, IDS = 256, 4, 256
 """Tokens of a row, rows of a step, and different token ids: as the plain loop draws them."""

@@ -53,6 +53,6 @@ def inside(run: Run, name: str) -> AbstractContextManager[None]:
 
     Nothing in a compiled graph: there the name of each block would be a constant of a graph of its own.
     """
-    if not run.recorder.on or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not run.recorder.on:
         return nullcontext()
     return run.recorder.at(module=f"{run.recorder.scope.module}.{name}".lstrip("."))
