@@ -53,6 +53,12 @@ class Handle:
         return out
 
 
+def _started(work: dist.Work | None) -> list[dist.Work]:
+    """A call's work; torch gives none to a rank outside the group, which does not happen here."""
+    assert work is not None
+    return [work]
+
+
 def _native(axis: Axis) -> bool:
     """Whether the transport's own gather, reduce-scatter and small sums are used: on NCCL. See :mod:`.gloo`."""
     return axis.group is not None and dist.get_backend(axis.group) == "nccl"
@@ -96,7 +102,7 @@ def all_gather(shard: Tensor, axis: Axis, out: Tensor | None = None, *, dim: int
     if _native(axis):
         parts = shard.new_empty(n, *shard.shape) if out is None else out.view(n, *shard.shape)
         work = _gather_single(parts.view(-1), shard.view(-1), group=axis.group, async_op=True)
-        return Handle([work], lambda: from_front(parts, dim), (shard, parts), event)
+        return Handle(_started(work), lambda: from_front(parts, dim), (shard, parts), event)
     if out is None and math.prod(shard.shape[:dim]) > 1:  # the parts do not lie one after the other
         pieces = [shard if i == axis.rank else torch.empty_like(shard) for i in range(n)]
         return Handle(gloo.gather(pieces, axis), lambda: torch.cat(pieces, dim), event=event)
@@ -122,7 +128,7 @@ def reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None, *, dim: int
     if _native(axis):
         parts = to_front(x, n, dim)
         work = _scatter_single(out.view(-1), parts.view(-1), group=axis.group, async_op=True)
-        return Handle([work], lambda: out, (parts, out), event)
+        return Handle(_started(work), lambda: out, (parts, out), event)
     if n == 2:
         pieces = x.chunk(2, dim)
         sent = pieces[1 - axis.rank].contiguous()
@@ -130,7 +136,7 @@ def reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None, *, dim: int
     parts = to_front(x, n, dim)
     received = torch.empty_like(parts)
     work = dist.all_to_all_single(received, parts, group=axis.group, async_op=True)
-    return Handle([work], lambda: sum_parts(received, n, out), (parts,), event)
+    return Handle(_started(work), lambda: sum_parts(received, n, out), (parts,), event)
 
 
 def sum_parts(parts: Tensor, n: int, out: Tensor | None = None) -> Tensor:
@@ -152,7 +158,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", *, states: str = "P->I", 
         return Handle([work], result, event=event)
     kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
     work = dist.all_reduce(x, kind, group=axis.group, async_op=True)
-    return Handle([work], lambda: x, (x,), event)
+    return Handle(_started(work), lambda: x, (x,), event)
 
 
 def all_to_all(x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int], *, states: str = "S(0)->S(0)",
@@ -163,7 +169,7 @@ def all_to_all(x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int
     sent, received = (sum(c) - c[axis.rank] for c in (send, receive))
     event = _post(op, axis, states, x, sent * row, received * row, scope)
     work = dist.all_to_all_single(out, x, list(receive), list(send), group=axis.group, async_op=True)
-    return Handle([work], lambda: out, (x, out), event)
+    return Handle(_started(work), lambda: out, (x, out), event)
 
 
 def broadcast(x: Tensor, axis: Axis, root: int, *, states: str = "R", scope: Scope | None = None) -> Handle:
@@ -172,7 +178,7 @@ def broadcast(x: Tensor, axis: Axis, root: int, *, states: str = "R", scope: Sco
     mine = axis.rank == root
     event = _post("broadcast", axis, states, x, (axis.size - 1) * n * mine, n * (not mine), scope)
     work = dist.broadcast(x, axis.ranks[root], group=axis.group, async_op=True)
-    return Handle([work], lambda: x, (x,), event)
+    return Handle(_started(work), lambda: x, (x,), event)
 
 
 def wait_for_peer(work: dist.Work, axis: Axis) -> None:
