@@ -6,12 +6,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")  # before torch is imported, here and in what is started
 
-from . import engine, startup, steps, traffic
+from . import collectives, engine, startup, steps, traffic
 from .table import Table
 from .work import MODELS
 
@@ -32,6 +32,10 @@ def _engine(quick: bool, say: Say) -> Iterator[Table]:
         yield engine.measure([2, 4], list(engine.SHAPES), rounds=15, steps=3, say=say)
 
 
+def _collectives(quick: bool, say: Say) -> Iterator[Table]:
+    yield collectives.measure([2] if quick else [2, 4], rounds=3 if quick else 15, say=say)
+
+
 def _bytes(quick: bool, say: Say) -> Iterator[Table]:
     yield traffic.measure(traffic.CASES[:1] if quick else traffic.CASES, say)
 
@@ -40,16 +44,16 @@ def _startup(quick: bool, say: Say) -> Iterator[Table]:
     yield startup.measure(1 if quick else 5, say)
 
 
-SECTIONS = {"steps": _steps, "engine": _engine, "bytes": _bytes, "startup": _startup}
+SECTIONS = {"steps": _steps, "engine": _engine, "collectives": _collectives, "bytes": _bytes, "startup": _startup}
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen sections and print their tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Fivefold beside plain PyTorch.")
     parser.add_argument("--only", choices=SECTIONS, action="append", help="one section; may be given again")
     parser.add_argument("--quick", action="store_true", help="fewer rows and rounds: whether it runs, not how fast")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the tables to FILE too")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
 
     def say(text: str) -> None:
         if sys.stderr.isatty():

@@ -10,6 +10,7 @@ from fivefold.config.run import RunConfig
 from fivefold.mesh.mesh import Mesh
 from fivefold.mesh.pool import Pool
 from fivefold.mesh.pool_worker import RankContext
+from fivefold.mesh.process import keep_freed_memory
 from fivefold.train.batch import Batches
 from fivefold.train.state import TrainState, build_state
 from fivefold.train.step import train_step
@@ -31,6 +32,7 @@ def build_plain(context: RankContext, model: str) -> Callable[[], float]:
 
 def build_ours(context: RankContext, model: str, layout: str) -> Callable[[], None]:
     """Our training step with its data, as the training loop runs it."""
+    keep_freed_memory()  # as a rank does when it joins
     state = make_state(MODELS[model]().model_copy(update={"parallel": layout}), context.mesh(layout))
     batches = Batches(UniformRows(), state.config, state.mesh)
 
@@ -50,7 +52,9 @@ def check_same(context: RankContext, model: str) -> None:
     assert_same(make_state(MODELS[model](), context.mesh("single")), PlainLoop(model))
 
 
-def measure(models: Sequence[str], layouts: Sequence[str], rounds: int, steps: int, say: Callable[[str], None]) -> Table:
+def measure(
+    models: Sequence[str], layouts: Sequence[str], rounds: int, steps: int, say: Callable[[str], None]
+) -> Table:
     """One table: a row for each model and layout."""
     worlds = {layout: ParallelDims.parse(layout).world for layout in layouts}
     alone, pools = Pool(1), {n: Pool(n) for n in sorted(set(worlds.values()))}
@@ -65,7 +69,8 @@ def measure(models: Sequence[str], layouts: Sequence[str], rounds: int, steps: i
             table.add(model, "plain", seconds(plain.cpu_s), "", "", seconds(plain.wall_s), "")
             for c in ours:
                 cpu, wall = ratio(c.cpu_s, plain.cpu_s), ratio(c.wall_s, plain.wall_s)
-                table.add(model, c.name, seconds(c.cpu_s), str(cpu), f"{GOALS[c.name]:.2f}", seconds(c.wall_s), str(wall),
+                goal = f"{GOALS[c.name]:.2f}"
+                table.add(model, c.name, seconds(c.cpu_s), str(cpu), goal, seconds(c.wall_s), str(wall),
                           data={"cpu_ratio": asdict(cpu), "wall_ratio": asdict(wall), "rounds": rounds})  # fmt: skip
     finally:
         for pool in (alone, *pools.values()):

@@ -163,14 +163,19 @@ def statistics(config: RunConfig) -> Counter[Key]:
 
 # ---- both ------------------------------------------------------------------------------------------------------------
 
-KINDS = {"parameters": ("gather",), "gradients": ("reduce",), "activations": ("forward", "backward"), "statistics": ("",)}
+KINDS = {
+    "parameters": ("gather",),
+    "gradients": ("reduce",),
+    "activations": ("forward", "backward"),
+    "statistics": ("",),
+}
 """Kinds of traffic by their phases."""
 
 
 def measure(cases: tuple[Case, ...], say: Callable[[str], None]) -> Table:
     """A row for each case and kind of traffic; equal means equal for every operation and axis."""
-    table = Table("Bytes that a rank sends in a step", ("model", "layout", "ZeRO", "microbatches", "traffic", "recorded",
-                                                        "closed form", "equal"))  # fmt: skip
+    columns = ("model", "layout", "ZeRO", "microbatches", "traffic", "recorded", "closed form", "equal")
+    table = Table("Bytes that a rank sends in a step", columns)
     for world in sorted({c.config.dims.world for c in cases}):
         with Pool(world) as pool:
             for case in (c for c in cases if c.config.dims.world == world):
@@ -181,6 +186,6 @@ def measure(cases: tuple[Case, ...], say: Callable[[str], None]) -> Table:
                 for kind, phases in KINDS.items():
                     ours, theirs = (Counter({k: v for k, v in c.items() if k[2] in phases}) for c in (recorded, closed))
                     if ours or theirs:
-                        table.add(case.model, case.layout, str(case.zero), str(case.microbatches), kind,
-                                  f"{ours.total():,}", f"{theirs.total():,}", "yes" if ours == theirs else "NO")  # fmt: skip
+                        row = (case.model, case.layout, str(case.zero), str(case.microbatches), kind)
+                        table.add(*row, f"{ours.total():,}", f"{theirs.total():,}", "yes" if ours == theirs else "NO")
     return table

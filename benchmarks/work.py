@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from benchmarks import plain_dsv3, plain_llama  # absolute: also loaded by path, as a recipe
 from fivefold.config.model import DecoderConfig, GqaConfig, MlaConfig, MoeConfig, RopeConfig
 from fivefold.config.parts import DataConfig, OptimConfig, TrainConfig
 from fivefold.config.run import RunConfig
 from fivefold.data.rows import Rows
-
-from benchmarks import plain_dsv3, plain_llama  # absolute: also loaded by path, as a recipe
 
 LENGTH, ROWS, IDS = 256, 4, 256
 """Tokens of a row, rows of a step, and different token ids: as the plain loop draws them."""
@@ -57,7 +56,7 @@ def _run(model: DecoderConfig) -> RunConfig:
 
 
 class UniformRows:
-    """Random ids in whole rows, every token a target: rows of the peers' work, where ``data.files=random`` is ragged."""
+    """Random ids in whole rows, every token a target, as the plain loop has them; ``data.files=random`` is ragged."""
 
     def rows(self, step: int, start: int, stop: int) -> Rows:
         """Rows ``[start, stop)`` of a step's batch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 
@@ -34,6 +35,11 @@ class Axis:
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", f"{self.name}/{self.size}/{self.rank}/{next(_NUMBERS)}/{_RULES:x}")
         _AXES[self.key] = self
+
+    @cached_property
+    def native(self) -> bool:
+        """Whether the transport is NCCL, whose own operations are taken; gloo's are replaced, see :mod:`.gloo`."""
+        return self.group is not None and dist.get_backend(self.group) == "nccl"
 
     def __hash__(self) -> int:
         return hash((self.name, self.ranks))

@@ -59,11 +59,6 @@ def _started(work: dist.Work | None) -> list[dist.Work]:
     return [work]
 
 
-def _native(axis: Axis) -> bool:
-    """Whether the transport's own gather, reduce-scatter and small sums are used: on NCCL. See :mod:`.gloo`."""
-    return axis.group is not None and dist.get_backend(axis.group) == "nccl"
-
-
 def to_front(x: Tensor, n: int, dim: int) -> Tensor:
     """``[..., n*s, ...]`` -> ``n`` parts ``[..., s, ...]`` one after the other along dim 0; copies only if it must."""
     parts = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
@@ -99,7 +94,7 @@ def all_gather(shard: Tensor, axis: Axis, out: Tensor | None = None, *, dim: int
     """
     n, rest = axis.size, (axis.size - 1) * shard.numel()
     event = _post("all_gather", axis, states, shard, rest, rest, scope)
-    if _native(axis):
+    if axis.native:
         parts = shard.new_empty(n, *shard.shape) if out is None else out.view(n, *shard.shape)
         work = _gather_single(parts.view(-1), shard.view(-1), group=axis.group, async_op=True)
         return Handle(_started(work), lambda: from_front(parts, dim), (shard, parts), event)
@@ -125,7 +120,7 @@ def reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None, *, dim: int
     event = _post("reduce_scatter", axis, states, x, rest, rest, scope)
     if out is None:
         out = x.new_empty(*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
-    if _native(axis):
+    if axis.native:
         parts = to_front(x, n, dim)
         work = _scatter_single(out.view(-1), parts.view(-1), group=axis.group, async_op=True)
         return Handle(_started(work), lambda: out, (parts, out), event)
@@ -153,7 +148,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", *, states: str = "P->I", 
     n = axis.size
     moved = 2 * (n - 1) * x.numel() / n
     event = _post("all_reduce", axis, states, x, moved, moved, scope)
-    if not _native(axis) and x.numel() * x.element_size() <= gloo.SMALL_BYTES:
+    if not axis.native and x.numel() * x.element_size() <= gloo.SMALL_BYTES:
         work, result = gloo.small_all_reduce(x, axis, op)
         return Handle([work], result, event=event)
     kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]

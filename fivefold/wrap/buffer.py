@@ -95,6 +95,8 @@ class Buffer:
         self._bytes = self._storage.nbytes()
         self.entries = entries
         self.params = [self._view(i) for i in range(len(entries))]
+        self._spans = [slice(o, o + p.numel()) for o, p in zip(self.arrangement.offsets, self.params, strict=True)]
+        self._gaps = _between(self._spans, n * self.per_rank)
         self.shards: list[Shard] = []
         self._stored: list[nn.Parameter] = []
         self._cut(seed)
@@ -192,8 +194,7 @@ class Buffer:
         if self._flat is None:  # with nothing to scatter, the flat gradient is the shard's own
             self._flat = self.grad if self.axis.size == 1 else self._empty_flat()
         assert self._flat is not None
-        offset, n = self.arrangement.offsets[index], gradient.numel()
-        to = self._flat[offset : offset + n].view(gradient.shape)
+        to = self._flat[self._spans[index]].view(gradient.shape)
         if index in self._written:
             to.add_(gradient)
         else:
@@ -207,14 +208,9 @@ class Buffer:
         """The flat gradient, zero wherever none came: padding, and parameters that no microbatch used."""
         flat = self._flat if self._flat is not None else self.grad if self.axis.size == 1 else self._empty_flat()
         assert flat is not None
-        end = 0
-        spans = zip(self.arrangement.offsets, self.params, range(len(self.params)), strict=True)
-        for offset, p, index in sorted(spans, key=lambda span: span[0]):
-            flat[end:offset].zero_()
-            end = offset + p.numel()
-            if index not in self._written:
-                flat[offset:end].zero_()
-        flat[end:].zero_()
+        unused = [self._spans[i] for i in range(len(self.params)) if i not in self._written]
+        for at in (*self._gaps, *unused):
+            flat[at].zero_()
         self._flat = None
         return flat
 
@@ -294,3 +290,10 @@ def sizes_of(entries: list[Entry]) -> list[tuple[int, int]]:
     """Elements of each parameter, and of its rows: what a cut must not split."""
     shapes = [e.parameter.shape for e in entries]
     return [(shape.numel(), shape[-1] if len(shape) > 1 else 1) for shape in shapes]
+
+
+def _between(spans: list[slice], end: int) -> list[slice]:
+    """What of ``[0, end)`` no span covers."""
+    ordered = sorted(spans, key=lambda span: span.start)
+    starts, stops = [0, *(s.stop for s in ordered)], [*(s.start for s in ordered), end]
+    return [slice(a, b) for a, b in zip(starts, stops, strict=True) if a < b]
