@@ -11,6 +11,8 @@ from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")  # before torch is imported, here and in what is started
 
+import torch
+
 from . import collectives, engine, startup, steps, traffic
 from .table import Table
 from .work import MODELS
@@ -29,7 +31,7 @@ def _engine(quick: bool, say: Say) -> Iterator[Table]:
     if quick:
         yield engine.measure([2], ["small"], rounds=2, steps=1, say=say)
     else:
-        yield engine.measure([2, 4], list(engine.SHAPES), rounds=15, steps=3, say=say)
+        yield engine.measure([2, 4], list(engine.SHAPES), rounds=9, steps=3, say=say)
 
 
 def _collectives(quick: bool, say: Say) -> Iterator[Table]:
@@ -47,6 +49,11 @@ def _startup(quick: bool, say: Say) -> Iterator[Table]:
 SECTIONS = {"steps": _steps, "engine": _engine, "collectives": _collectives, "bytes": _bytes, "startup": _startup}
 
 
+def _load() -> str:
+    """Processes that wanted a core in the last minute: what else the machine was doing."""
+    return f"{os.getloadavg()[0]:.1f}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen sections and print their tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Fivefold beside plain PyTorch.")
@@ -60,12 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"\r\033[K{text}")
             sys.stderr.flush()
 
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, load average {_load()} before this run", flush=True)
     found: dict[str, list[Table]] = {}
     for name in args.only or SECTIONS:
         found[name] = list(SECTIONS[name](args.quick, lambda text, name=name: say(f"{name}: {text}")))
         say("")
         for table in found[name]:
             print(f"\n{table}", flush=True)
+    print(f"\nload average {_load()} after it")
     if args.json:
         tables = {name: [{"title": t.title, "rows": t.data} for t in each] for name, each in found.items()}
         args.json.write_text(json.dumps(tables, indent=2) + "\n")

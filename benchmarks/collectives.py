@@ -7,15 +7,23 @@ from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fivefold.mesh import transport
+from fivefold.mesh.axis import Axis
 from fivefold.mesh.pool import Pool
 from fivefold.mesh.pool_worker import RankContext
 
 from .contest import Contestant, compete, ratio
 from .table import Table
 
-CASES = (("all-gather", 1 << 22), ("all-gather", 1 << 12), ("reduce-scatter", 1 << 22), ("all-reduce", 1 << 10))
+CASES = (
+    ("all-gather", 1 << 22),
+    ("all-gather", 1 << 12),
+    ("reduce-scatter", 1 << 22),
+    ("all-reduce", 1 << 10),
+    ("shift", 1 << 10),
+)
 """Operations, and float32 elements of the whole tensor."""
 
 
@@ -31,8 +39,17 @@ def build(context: RankContext, op: str, numel: int, ours: bool) -> Callable[[],
         ("reduce-scatter", False): lambda: dist.reduce_scatter_single(torch.empty_like(shard), whole, group=group),
         ("all-reduce", True): lambda: transport.all_reduce(whole, axis, "max").wait(),
         ("all-reduce", False): lambda: dist.all_reduce(whole, dist.ReduceOp.MAX, group=group),
+        ("shift", True): lambda: transport.shift(whole, axis).wait(),
+        ("shift", False): lambda: _send_and_receive(whole, axis),
     }
     return calls[op, ours]
+
+
+def _send_and_receive(x: Tensor, axis: Axis) -> None:
+    to, source = (axis.ranks[(axis.rank + by) % axis.size] for by in (1, -1))
+    ops = [dist.P2POp(dist.isend, x, to, axis.group), dist.P2POp(dist.irecv, torch.empty_like(x), source, axis.group)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
 
 
 def measure(worlds: list[int], rounds: int, say: Callable[[str], None]) -> Table:

@@ -176,28 +176,15 @@ def broadcast(x: Tensor, axis: Axis, root: int, *, states: str = "R", scope: Sco
     return Handle(_started(work), lambda: x, (x,), event)
 
 
-def wait_for_peer(work: dist.Work, axis: Axis) -> None:
-    """Wait for a send or receive within the group's present time limit: gloo's own wait keeps the group's first one."""
-    assert axis.group is not None
-    if dist.get_backend(axis.group) == "gloo":
-        work.wait(axis.group._get_backend(torch.device("cpu")).options._timeout)
-    else:
-        work.wait()
-
-
 def shift(x: Tensor, axis: Axis, by: int = 1, *, states: str = "S->S", scope: Scope | None = None) -> Handle:
     """Start passing ``x`` to the rank ``by`` places on around the ring; what arrives has the same shape."""
     if by % axis.size == 0:
         return Handle((), x.clone)
     out = torch.empty_like(x)
     event = _post("shift", axis, states, x, x.numel(), x.numel(), scope)
-    to, source = axis.ranks[(axis.rank + by) % axis.size], axis.ranks[(axis.rank - by) % axis.size]
-    ops = [dist.P2POp(dist.isend, x, to, axis.group), dist.P2POp(dist.irecv, out, source, axis.group)]
-    works = dist.batch_isend_irecv(ops)
-
-    def result() -> Tensor:
-        for work in works:
-            wait_for_peer(work, axis)
-        return out
-
-    return Handle((), result, (x, out), event)
+    to, source = (axis.rank + by) % axis.size, (axis.rank - by) % axis.size
+    if not axis.native:
+        return Handle([gloo.move(x, out, axis, to, source)], lambda: out, event=event)
+    ops = [dist.P2POp(dist.isend, x, axis.ranks[to], axis.group),
+           dist.P2POp(dist.irecv, out, axis.ranks[source], axis.group)]  # fmt: skip
+    return Handle(dist.batch_isend_irecv(ops), lambda: out, (x, out), event)
