@@ -26,10 +26,9 @@ def gradients(shards: Sequence[Shard]) -> list[Tensor]:
 def gradient_norm(shards: Sequence[Shard], mesh: Mesh) -> Tensor:
     """L2 norm of the whole gradient. I on every rank.
 
-    By the storage rule every element of a replica has one owner, so the squares are summed over ``pp, fsdp, cp, tp``;
-    a parameter that two stages hold counts on the first of them only.
+    By the storage rule every element of a replica has one owner, so the squares are summed over ``pp, fsdp, cp, tp``.
     """
-    counted = gradients([s for s in shards if not (s.spec.tied and s.spec.init_name)])
+    counted = gradients(shards)
     wide = torch.float64 if counted and counted[0].dtype == torch.float64 else torch.float32
     total = torch.zeros((), dtype=wide, device=mesh.device)
     if counted:

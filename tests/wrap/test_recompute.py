@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from benchmarks.recompute import Alive
 from fivefold.mesh.mesh import Mesh
 from fivefold.mesh.pool import Pool
 from fivefold.mesh.run import Run
@@ -24,26 +22,6 @@ from tests.parity.grid import row
 from . import cases
 
 Pools = Callable[[int], Pool]
-
-
-class Alive(TorchDispatchMode):
-    """Keeps a weak reference to the storage of every tensor that an operator makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, Tensor):
-                storage = x.untyped_storage()
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return out
-
-    def bytes(self) -> int:
-        """Of the storages that are still there."""
-        return sum(n for ref, n in self._made.values() if not ref.expired())
 
 
 def kept_bytes(model: str, mode: str) -> int:
