@@ -6,7 +6,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -76,6 +76,13 @@ def stop_on(problems: list[str]) -> None:
     """
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def warn(warnings: Iterable[str], ranks: Ranks | None = None) -> None:
+    """Print each of ``warnings`` once, on the first of several started ranks only."""
+    if ranks is None or ranks.rank == 0:
+        for text in dict.fromkeys(warnings):
+            print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def console() -> Console:

@@ -5,70 +5,32 @@ no torch operation. No rank may go on before the last is forked: the parent's st
 that connects, under a lock of glibc's resolver, and a rank forked at that moment would find the lock taken for ever.
 
 elastic reports one failed rank, not the first; so each rank leaves a note of its own error and of being stopped by the
-parent, and a rank that is gone without either was killed from outside, which comes before every error it caused in the
-others.
+parent, for :mod:`.failure` to read.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ..config.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-LOST_PEER: Final = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|Socket Timeout|remote process exited")
-"""What gloo and NCCL say when another rank is gone: never the first cause when there is another error."""
-
-TIMED_OUT: Final = re.compile(r"[Tt]imed out|[Tt]imeout")
-"""What a rank says that waited for another in vain: the other may hang, or be stopped from outside."""
+from .failure import Note, RankError, first_failure, stopped_file
 
 LOST_PEER_PAUSE_S: Final = 1.0
-"""How long a rank that lost another stays, so that the other can write its note before the parent stops everybody."""
+"""How long a rank that lost another stays, so that all can write their notes before the parent stops everybody."""
 
 FORK_TIMEOUT_S: Final = 60.0
 """How long the ranks wait for the last of them to be forked: milliseconds, unless it died on the way."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Note:
-    """How one rank ended, as it wrote down itself."""
-
-    time_ns: int
-    error: str
-    traceback: str
-    problems: tuple[str, ...] | None
-    status: int
-
-
-class RankError(Exception):
-    """The first failure among the ranks: ``str()`` is one line, ``details`` the rank's own traceback.
-
-    ``problems`` holds the messages of a ``ConfigError``, and is empty for every other failure.
-    """
-
-    def __init__(self, message: str, *, rank: int, note: Note | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.details = note.traceback if note else ""
-        self.problems = (note.problems or ()) if note else ()
-        self.status = note.status if note else 1
 
 
 def launch(
@@ -121,7 +83,7 @@ def launch(
     try:
         elastic_launch(config, _rank)(function, tuple(args), str(logs), forked)
     except ChildFailedError as error:
-        raise _first_failure(error, world, logs) from None
+        raise first_failure(error, world, logs) from None
     except SignalException as stop:
         raise SystemExit(128 + stop.sigval) from None
     except KeyboardInterrupt:
@@ -149,7 +111,8 @@ def _alone(function: Callable[..., None], args: Sequence[Any]) -> None:
     except ConfigError:
         raise
     except Exception as error:
-        raise RankError(f"rank 0 of 1 failed: {_line(error)}", rank=0, note=_note(error)) from None
+        note = Note.of(error)
+        raise RankError(f"rank 0 of 1 failed: {note.error}", rank=0, note=note) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -165,7 +128,7 @@ def _rank(function: Callable[..., None], args: Sequence[Any], logs: str, forked:
     # the parent's handlers raise, which a rank inside a collective would notice too late
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    stopped = _stopped(Path(logs), rank).open("w", encoding="utf-8")
+    stopped = stopped_file(Path(logs), rank).open("w", encoding="utf-8")
     faulthandler.register(signal.SIGTERM, file=stopped, chain=True)
     if rank:
         _redirect(Path(logs) / f"rank{rank}.txt")
@@ -179,75 +142,15 @@ def _rank(function: Callable[..., None], args: Sequence[Any], logs: str, forked:
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             return
-        note = _note(error)
-        _failed(Path(logs), rank).write_text(json.dumps(asdict(note)), encoding="utf-8")
+        note = Note.of(error)
+        note.write(Path(logs), rank)
         if rank:
             sys.stderr.write(note.traceback)
         sys.stdout.flush()
         sys.stderr.flush()
-        if LOST_PEER.search(note.error):
+        if note.caused:
             time.sleep(LOST_PEER_PAUSE_S)
         os._exit(note.status)  # no teardown: it could wait for ranks that are gone
-
-
-def _note(error: BaseException) -> Note:
-    status = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-    problems = error.problems if isinstance(error, ConfigError) else None
-    text = "".join(traceback.format_exception(error))
-    return Note(time_ns=time.time_ns(), error=_line(error), traceback=text, problems=problems, status=status)
-
-
-def _line(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip()
-
-
-def _first_failure(error: ChildFailedError, world: int, logs: Path) -> RankError:
-    notes = {rank: note for rank in range(world) if (note := _read(logs, rank))}
-    reported, failure = next(iter(error.failures.items()))
-    stopped = {rank for rank in range(world) if (p := _stopped(logs, rank)).is_file() and p.stat().st_size}
-    silent = [reported] if reported not in notes else []
-    silent += [rank for rank in range(world) if rank not in {*notes, *stopped, *silent}]
-    if silent and not (reported in notes and TIMED_OUT.search(notes[reported].error)):
-        rank = silent[0]
-        code = failure.exitcode if rank == reported else None
-        return RankError(f"rank {rank} of {world} {_death(code)}", rank=rank)
-    rank = min(notes, key=lambda r: (bool(LOST_PEER.search(notes[r].error)), notes[r].time_ns))
-    message = f"rank {rank} of {world} failed: {notes[rank].error}"
-    if TIMED_OUT.search(notes[rank].error):
-        message += _waited_for(silent, sorted(stopped), logs)
-    return RankError(message, rank=rank, note=notes[rank])
-
-
-def _waited_for(silent: Sequence[int], stopped: Sequence[int], logs: Path) -> str:
-    """Which ranks another may have waited for: ``silent`` ones had to be killed, ``stopped`` ones left a trace."""
-    text = f". Did not react, and had to be killed: rank {', '.join(map(str, silent))}" if silent else ""
-    if stopped:
-        text += f". What the others were doing: {', '.join(str(_stopped(logs, rank)) for rank in stopped)}"
-    return text
-
-
-def _death(exitcode: int | None) -> str:
-    if exitcode is not None and exitcode >= 0:
-        return f"ended with status {exitcode} and no Python error"
-    name = signal.Signals(-exitcode).name if exitcode else "a signal"
-    hint = ". The system may have run out of memory" if name in ("SIGKILL", "a signal") else ""
-    return f"was killed by {name}{hint}"
-
-
-def _failed(logs: Path, rank: int) -> Path:
-    return logs / f"rank{rank}.error.json"
-
-
-def _stopped(logs: Path, rank: int) -> Path:
-    return logs / f"rank{rank}.stopped.txt"
-
-
-def _read(logs: Path, rank: int) -> Note | None:
-    try:
-        note = Note(**json.loads(_failed(logs, rank).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return None
-    return replace(note, problems=None if note.problems is None else tuple(note.problems))
 
 
 def _redirect(path: Path) -> None:
@@ -263,7 +166,7 @@ def _redirect(path: Path) -> None:
 def _tidy(logs: Path, world: int) -> None:
     """Remove notes that say nothing, and bring back a cursor that a progress bar has hidden."""
     for rank in range(world):
-        path = _stopped(logs, rank)
+        path = stopped_file(logs, rank)
         if path.is_file() and not path.stat().st_size:
             path.unlink()
     if sys.stdout.isatty():

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ..config import counts, fields
-from ..config.check import check
 from ..config.model import DecoderConfig
 from ..config.run import RunConfig
+from ..schedule.plan import Plan, check_run, first_schedule, plan, schedule_name
+from ..schedule.simulate import simulate
 from .common import add_recipe, binary, configure, console, short, stop_on
 
 if TYPE_CHECKING:
@@ -38,26 +39,31 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, given: Mapping[str, str]) -> int:
     """Print configuration, counts and bytes."""
     recipe, problems = configure(args, given)
-    stop_on(problems + check(recipe.config, run=False))
+    stop_on(problems + check_run(recipe.config, run=False))
     config = recipe.config
     sizes, out = _counts(config), console()
     _print_config(recipe.name, config, out)
     _print_counts(config, sizes, out)
-    stages = footprint(config)
-    _print_ranks(config, stages, out)
+    made = plan(config)
+    pipeline = _pipeline(config, made)
+    if len(made.owners) > 1:
+        _print_pipeline(pipeline, out)
+    places = footprint(config)
+    _print_ranks(config, places, out)
     if args.json:
         shown = {
             "recipe": recipe.name,
             "config": config.model_dump(mode="json"),
             **sizes,
-            "ranks": [asdict(stage) for stage in stages],
+            "pipeline": pipeline,
+            "ranks": [asdict(place) for place in places],
         }
         Path(args.json).write_text(json.dumps(shown, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
 def footprint(config: RunConfig) -> list[Footprint]:
-    """What the ranks of each pipeline stage store."""
+    """What the ranks of each place on ``pp`` store."""
     from ..tools.footprint import footprint as measure
 
     return measure(config)
@@ -102,17 +108,61 @@ def _print_counts(config: RunConfig, sizes: Mapping[str, float | None], out: Con
     out.print(table, highlight=False)
 
 
-def _print_ranks(config: RunConfig, stages: list[Footprint], out: Console) -> None:
+def _pipeline(config: RunConfig, made: Plan) -> dict[str, Any]:
+    """The schedule and the stages, as they are written to a file."""
+    timeline = simulate(made.table)
+    costs = config.model.part_costs(config.data.sequence_length) or {}
+    stages = [
+        {"stage": stage, "place": owner, "parts": names, "cost": sum(costs[name] for name in names)}
+        for stage, (owner, names) in enumerate(zip(made.owners, made.parts or ()))
+    ]
+    return {
+        "schedule": schedule_name(config),
+        "first_schedule": first_schedule(config),
+        "microbatches": config.train.microbatches,
+        "bubble": timeline.bubble,
+        "activations": timeline.peak,
+        "stages": stages,
+    }
+
+
+def _print_pipeline(pipeline: Mapping[str, Any], out: Console) -> None:
+    name, first, n = pipeline["schedule"], pipeline["first_schedule"], pipeline["microbatches"]
+    begins = f", beginning with {first} to measure" if first != name else ""
+    bubble = f"bubble {pipeline['bubble']:.1%} where F, I and W each take 1 and B 2"
+    out.print(f"\nPipeline: {name}{begins}, {n} microbatch{'es' if n > 1 else ''}, {bubble}", highlight=False)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("stage", "pp rank", "share of cost", "parts"):
+        table.add_column(heading, justify="right" if heading == "share of cost" else "left")
+    total = sum(stage["cost"] for stage in pipeline["stages"]) or 1.0
+    for stage in pipeline["stages"]:
+        share = f"{stage['cost'] / total:.1%}"
+        table.add_row(str(stage["stage"]), str(stage["place"]), share, _in_short(stage["parts"]))
+    out.print(table, highlight=False)
+
+
+def _in_short(names: Sequence[str]) -> str:
+    """``names`` in order, of a run of layers only the first and the last."""
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and "." in name and name.rpartition(".")[0] == runs[-1][-1].rpartition(".")[0]:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1].rpartition('.')[2]}" for run in runs)
+
+
+def _print_ranks(config: RunConfig, places: list[Footprint], out: Console) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), title=f"Bytes on each rank, {config.parallel}", title_justify="left")
-    for heading in ("stage", "ranks", "parameters", "gradients", "optimizer", "sum", "gathered at most", "padding"):
-        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    for heading in ("pp rank", "ranks", "parameters", "gradients", "optimizer", "sum", "gathered at most", "padding"):
+        table.add_column(heading, justify="left" if heading == "pp rank" else "right")
     alike: dict[tuple[int, ...], list[Footprint]] = {}
-    for stage in stages:
-        stored = (stage.stored_bytes, stage.gradient_bytes, stage.optimizer_bytes)
-        sizes = (*stored, sum(stored), stage.gathered_bytes, stage.padding_bytes)
-        alike.setdefault(sizes, []).append(stage)
+    for place in places:
+        stored = (place.stored_bytes, place.gradient_bytes, place.optimizer_bytes)
+        sizes = (*stored, sum(stored), place.gathered_bytes, place.padding_bytes)
+        alike.setdefault(sizes, []).append(place)
     for sizes, group in alike.items():
-        names = ", ".join(str(stage.stage) for stage in group)
-        table.add_row(names, f"{sum(stage.ranks for stage in group):,}", *map(binary, sizes))
+        names = ", ".join(str(place.place) for place in group)
+        table.add_row(names, f"{sum(place.ranks for place in group):,}", *map(binary, sizes))
     out.print()
     out.print(table, highlight=False)

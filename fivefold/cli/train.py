@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .. import recipes
-from ..config.check import check
 from ..config.dims import ParallelDims
 from ..config.errors import ConfigError
 from ..config.hardware import gpu_count
@@ -21,7 +20,8 @@ from ..data.check import problems as data_problems
 from ..data.prepare import prepare
 from ..data.request import STDLIB_VOCAB_SIZE, Request
 from ..data.tokenfile import INDEX
-from .common import Ranks, add_recipe, configure, go_on, started_ranks, stop_on
+from ..schedule.plan import check_run, warnings
+from .common import Ranks, add_recipe, configure, go_on, started_ranks, stop_on, warn
 
 SUMMARY = "train a recipe"
 EXAMPLES = (
@@ -48,11 +48,12 @@ def run(args: argparse.Namespace, given: Mapping[str, str]) -> int:
     recipe, problems = configure(args, given)
     config = recipe.config
     world, local_world = (ranks.world, ranks.local_world) if ranks else (None, None)
-    problems += check(config, world=world, gpus=gpus, local_world=local_world)
+    problems += check_run(config, world=world, gpus=gpus, local_world=local_world)
     problems += _folder_problems(args.run_dir) + _data_problems(config)
     stop_on(problems)
     go_on(ranks)
     config = config.model_copy(update={"parallel": str(ParallelDims.parse(config.parallel, world))})
+    warn(warnings(config), ranks)
     if _without_stdlib(config):
         _provide_stdlib(config, ranks)
         stop_on(_data_problems(config))

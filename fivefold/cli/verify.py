@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from ..config.check import check
-from .common import add_recipe, configure, console, stop_on
+from ..schedule.plan import check_run, warnings
+from .common import add_recipe, configure, console, stop_on, warn
 
 if TYPE_CHECKING:
     from ..tools.verify import Report
@@ -44,11 +44,12 @@ def run(args: argparse.Namespace, given: Mapping[str, str]) -> int:
     recipe, problems = configure(args, {**short, **given, **fixed})
     layouts = args.parallel or [recipe.config.parallel]
     cases = [recipe.config.model_copy(update={"parallel": layout}) for layout in layouts]
-    problems += [problem for case in cases for problem in check(case)]
+    problems += [problem for case in cases for problem in check_run(case)]
     if args.dtype == "bfloat16":
         problems.append("dtype=bfloat16 cannot be verified: rounding hides mistakes. Use float64 or float32.")
     problems += _json_problems(args.json)
     stop_on(problems)
+    warn(text for case in cases for text in warnings(case))
 
     from ..mesh.pool import PoolError
     from ..tools import verify

@@ -10,7 +10,7 @@ from .dims import AXES, ParallelDims
 from .errors import ConfigError, nearest, not_multiple
 from .run import RunConfig
 
-BUILT: Final = ("ddp", "fsdp", "tp")
+BUILT: Final = ("pp", "ddp", "fsdp", "tp")
 """The axes that this version can run; the others are legal in a layout, and their sizes can be shown."""
 
 RECOMPUTE: Final = re.compile(r"none|full|ops|every-[1-9]\d*")

@@ -90,19 +90,30 @@ def active_parameters(model: DecoderConfig) -> int:
     return weights.matrices + weights.vectors
 
 
-def flops_per_token(model: DecoderConfig, sequence_length: int) -> float:
-    """Floating-point operations of forward and backward for one token of a sequence of T, causal.
+def part_flops(model: DecoderConfig, sequence_length: int) -> dict[str, float]:
+    """Floating-point operations of forward and backward for one token of a sequence of T, causal, by part.
 
     A matrix costs a token 2 operations an element forward (multiply and add) and twice that backward (the gradients
-    of input and weight): 6 an active element, head included, embedding look-up not. Attention multiplies each query
-    with its keys and the probabilities with their values, widths w_k and w_v: 2*(w_k + w_v) operations a head and
-    key forward, three times that in all. The token at position t sees t+1 keys, (T+1)/2 on average, so a layer adds
-    3 * 2*H*(w_k + w_v)*(T+1)/2. Norms, rotary positions, softmax, and recomputed activations are not counted.
+    of input and weight): 6 an active element. Attention multiplies each query with its keys and the probabilities
+    with their values, widths w_k and w_v: 2*(w_k + w_v) operations a head and key forward, three times that in all.
+    The token at position t sees t+1 keys, (T+1)/2 on average, so a layer adds 3 * 2*H*(w_k + w_v)*(T+1)/2. The
+    embedding copies a row of D values forward and adds D values backward, taken as an operation each: 2*D. Norms,
+    rotary positions, softmax, and recomputed activations are not counted.
     """
-    a = model.attention
+    a, dim = model.attention, model.dim
     widths = 2 * a.head_dim if a.kind == "gqa" else a.nope_dim + a.rope_dim + a.v_dim
-    attention = 3 * a.n_heads * widths * (sequence_length + 1) * model.n_layers
-    return float(6 * decoder_weights(model).matrices + attention)
+    attention = 6 * attention_weights(a, dim).matrices + 3 * a.n_heads * widths * (sequence_length + 1)
+    dense = 6 * 3 * dim * model.ffn_dim
+    experts = 6 * moe_weights(model.moe, dim).matrices if model.moe is not None else 0
+    layers = {
+        f"layers.{i}": float(attention + (experts if model.is_moe(i) else dense)) for i in range(model.n_layers)
+    }
+    return {"embed": 2.0 * dim, **layers, "head": 6.0 * model.vocab_size * dim}
+
+
+def flops_per_token(model: DecoderConfig, sequence_length: int) -> float:
+    """The operations of all parts but the embedding, whose look-up multiplies nothing; see ``part_flops``."""
+    return sum(cost for name, cost in part_flops(model, sequence_length).items() if name != "embed")
 
 
 def kv_cache_bytes(model: DecoderConfig, value_bytes: int = 2) -> int:

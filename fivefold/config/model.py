@@ -26,6 +26,13 @@ class ModelConfig(Part):
         """Floating-point operations of forward and backward for one token, or None to count ``6 * parameters``."""
         return None
 
+    def part_costs(self, sequence_length: int) -> dict[str, float] | None:
+        """The names of all parts, first to last, with what each costs a token relative to the others.
+
+        Pipeline stages are cut by it. None where it is not known: the model then runs as one stage.
+        """
+        return None
+
     def problems(self, dims: ParallelDims, sequence_length: int) -> list[str]:
         """What forbids this model under the layout ``dims``, one message each; known without torch."""
         return []
@@ -187,6 +194,10 @@ class DecoderConfig(ModelConfig):
     def flops_per_token(self, sequence_length: int) -> float:
         """Floating-point operations of forward and backward for one token; see ``counts.flops_per_token``."""
         return counts.flops_per_token(self, sequence_length)
+
+    def part_costs(self, sequence_length: int) -> dict[str, float]:
+        """Operations of forward and backward for one token, by part; see ``counts.part_flops``."""
+        return counts.part_flops(self, sequence_length)
 
     def problems(self, dims: ParallelDims, sequence_length: int) -> list[str]:
         """Heads, widths, experts and sequence that do not fit each other or the layout, one message each."""

@@ -1,4 +1,4 @@
-"""The groups of a run's configuration beside the model: data, optimizer, training, communication, metrics, profile."""
+"""The groups of a run's configuration beside the model: data, optimizer, training, pipeline, communication, reports."""
 
 from __future__ import annotations
 
@@ -69,8 +69,9 @@ class TrainConfig(Part):
     """Seed of initial weights and sample order."""
     microbatches: PositiveInt = 1
     """Parts each data rank cuts its share of the batch into; their gradients add up."""
-    zero: Literal[1, 2, 3] = 3
-    """What is sharded beside the optimizer state: 1 nothing more, 2 gradients, 3 gradients and parameters."""
+    zero: Literal[1, 2, 3, "auto"] = "auto"
+    """What is sharded beside the optimizer state: 1 nothing more, 2 gradients, 3 gradients and parameters; auto is 1
+    with pp or pipeline.chunks above 1, where a parameter serves many microbatches in a row, and 3 without."""
     recompute: str = "none"
     """Activations computed again in backward: none, full, every-N (each N-th block), ops (all but a declared list)."""
     dtype: Dtype | Literal["auto"] = "auto"
@@ -97,6 +98,25 @@ class TrainConfig(Part):
     """Where the model runs; auto takes CUDA when there is a GPU."""
 
 
+class PipelineConfig(Part):
+    """How the stages of ``pp``, or several stages on one rank, take turns; what a stage holds."""
+
+    schedule: str | None = None
+    """A name that ``fivefold schedule --help`` lists, or path/file.py:function that returns a table; none is 1f1b, or
+    interleaved_split with several chunks."""
+    chunks: PositiveInt | None = None
+    """Stages of each rank; none is the schedule's own number."""
+    stages: tuple[PositiveInt, ...] = ()
+    """Number of the model's parts in each stage, first to last; empty makes the most expensive stage as cheap as can
+    be."""
+    costs: str = ""
+    """Times of the actions that schedule auto plans with, such as F=1,I=1,W=1,comm=0.1; empty measures them in the
+    first three steps."""
+    memory_limit: PositiveFloat | None = None
+    """Activations, each of one microbatch in one stage, that a rank may hold under schedule auto; none is what 1f1b
+    holds."""
+
+
 class CommConfig(Part):
     """Time limits of everything that crosses ranks."""
 
@@ -119,6 +139,8 @@ class MetricsConfig(Part):
     """Weights & Biases project; empty does not use it."""
     norms: bool = False
     """Whether the gradient and weight norm of every parameter are reported."""
+    timeline: bool = False
+    """Whether a trace of the schedule's actions is written of every step that reports."""
 
 
 class ProfileConfig(Part):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import SerializeAsAny
 
 from .base import Part
 from .dims import ParallelDims
 from .model import ModelConfig
-from .parts import CommConfig, DataConfig, MetricsConfig, OptimConfig, ProfileConfig, TrainConfig
+from .parts import CommConfig, DataConfig, MetricsConfig, OptimConfig, PipelineConfig, ProfileConfig, TrainConfig
 
 
 class RunConfig(Part):
@@ -23,6 +25,8 @@ class RunConfig(Part):
     """The optimizer and its schedule."""
     train: TrainConfig
     """The run itself."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """Stages and their schedule."""
     comm: CommConfig = CommConfig()
     """Time limits."""
     metrics: MetricsConfig = MetricsConfig()
@@ -38,3 +42,14 @@ class RunConfig(Part):
             ConfigError: if ``parallel`` is not a layout of known size.
         """
         return ParallelDims.parse(self.parallel)
+
+    @property
+    def zero(self) -> Literal[1, 2, 3]:
+        """``train.zero`` with auto resolved: 1 with a pipeline, else 3.
+
+        Raises:
+            ConfigError: if ``parallel`` is not a layout of known size.
+        """
+        if self.train.zero != "auto":
+            return self.train.zero
+        return 1 if self.dims.pp > 1 or (self.pipeline.chunks or 1) > 1 else 3

@@ -5,13 +5,13 @@ Letters: B sequences, T tokens of a sequence, T_tp those of this rank's place of
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..mesh.collectives import reduce_scatter
 from ..mesh.parameter import Init
 from ..mesh.run import Run
+from ..ops.embedding import embedding
 from .base import Layer
 from .microbatch import MicroBatch
 
@@ -35,9 +35,9 @@ class Embedding(Layer):
 
     def forward(self, x: None, mb: MicroBatch) -> Float[Tensor, "B T_tp D"]:
         if self.tp.size == 1:
-            return F.embedding(mb.tokens, self.weight)
+            return embedding(mb.tokens, self.weight, self.queue)
         rows = self.weight.shape[0]
         row = mb.tokens - self.tp.rank * rows  # I             [B, T]
         elsewhere = (row < 0) | (row >= rows)
-        y = F.embedding(row.clamp(0, rows - 1), self.weight).masked_fill(elsewhere[..., None], 0)  # P [B, T, D]
+        y = embedding(row.clamp(0, rows - 1), self.weight, self.queue).masked_fill(elsewhere[..., None], 0)  # P
         return reduce_scatter(y, self.tp, dim=1)  # P -> S(1)     [B, T/tp, D]

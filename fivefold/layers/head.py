@@ -15,7 +15,6 @@ from ..mesh.run import Run
 from ..ops.cross_entropy import chunked_cross_entropy
 from ..ops.linear import linear
 from .base import Layer
-from .embedding import Embedding
 from .microbatch import MicroBatch
 from .norm import RMSNorm
 
@@ -26,43 +25,28 @@ CHUNK_ROWS = 1024
 
 
 class Head(Layer):
-    """Mean cross-entropy of the next token over the targets of the whole global batch, or logits without targets.
-
-    Args:
-        embedding: the embedding whose weight this head uses too; None for a weight of its own.
-    """
+    """Mean cross-entropy of the next token over the targets of the whole global batch, or logits without targets."""
 
     SHARDING = {"weight": ("tp", None)}
     recomputes = False  # the loss computes its gradients in the forward already
+    weight: nn.Parameter
 
-    def __init__(self, run: Run, vocab_size: int, dim: int, eps: float, init: Init,
-                 embedding: Embedding | None = None) -> None:  # fmt: skip
+    def __init__(self, run: Run, vocab_size: int, dim: int, eps: float, init: Init) -> None:
         super().__init__(run)
         self.vocab_size = vocab_size
         self.norm = RMSNorm(run, dim, eps)
-        self._embedding = (embedding,)  # in a tuple: registered here too, its weight would be two parameters
-        self.uses_parameters_of = () if embedding is None else ("embed",)
-        self.uses_parameters_of: tuple[str, ...] = ()
-        """The part that ``embedding`` is, for the data engine."""
-        if embedding is None:
-            self.declare("weight", (vocab_size, dim), init, pad=True, embedding=True)
-
-    @property
-    def matrix(self) -> nn.Parameter:
-        """Rows of the vocabulary on this rank, S(0) over ``tp``."""
-        (embedding,) = self._embedding
-        return self.get_parameter("weight") if embedding is None else embedding.weight
+        self.declare("weight", (vocab_size, dim), init, pad=True, embedding=True)
 
     def forward(self, x: Float[Tensor, "B T_tp D"], mb: MicroBatch) -> Float[Tensor, ""] | Float[Tensor, "B T V"]:
         """The loss (float32 at least), P over ``ddp``, ``fsdp``, ``cp`` and I over ``tp``; or logits, I over ``tp``."""
         x = all_gather(self.norm(x), self.tp, dim=1)  # S(1) -> R     [B, T, D]
         if mb.targets is None:
-            logits = linear(x, self.matrix, self.queue)  # S(2)          [B, T, V/tp]
+            logits = linear(x, self.weight, self.queue)  # S(2)          [B, T, V/tp]
             return all_gather(logits, self.tp, dim=2, to="I")[..., : self.vocab_size]
-        rows = self.matrix.shape[0]
+        rows = self.weight.shape[0]
         loss = chunked_cross_entropy(
             x.flatten(0, 1),
-            self.matrix,
+            self.weight,
             mb.targets.flatten(),
             first_row=self.tp.rank * rows,
             vocab_size=self.vocab_size,

@@ -13,16 +13,19 @@ from .pieces import Piece
 
 
 def assemble(
-    pieces: Iterable[Piece], shapes: Mapping[str, tuple[int, ...]], mesh: Mesh
+    pieces: Iterable[Piece], shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """Each whole parameter in turn, on every rank of a replica: the sum of what its owners hold, zeros elsewhere.
 
-    One parameter exists at a time. A parameter that two stages hold comes from the first.
+    One parameter exists at a time.
+
+    Args:
+        pieces: those of which no other rank of the replica has a copy.
+        dtype: of all pieces, on all ranks.
     """
     mine: dict[str, list[Piece]] = {}
     for piece in pieces:
         mine.setdefault(piece.name, []).append(piece)
-    dtype = next((p.data.dtype for held in mine.values() for p in held), torch.float32)
     for name, shape in shapes.items():
         whole = torch.zeros(shape, dtype=dtype, device=mesh.device)
         for piece in mine.get(name, []):

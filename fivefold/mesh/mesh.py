@@ -22,6 +22,7 @@ JOINS: tuple[tuple[str, ...], ...] = (
     ("fsdp", "cp", "tp"),
     ("ddp", "fsdp", "cp"),
     ("ddp", "fsdp", "cp", "tp"),
+    ("pp", "ddp", "fsdp"),
     ("pp", "ddp", "fsdp", "cp"),
     ("pp", "fsdp", "cp", "tp"),
     ("pp", "ddp", "fsdp", "cp", "tp"),
@@ -58,16 +59,22 @@ class Groups:
     def __init__(self, rank: int, timeout_s: float | None = None) -> None:
         self.rank = rank
         self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup | None] = {}
 
-    def create(self, ranks: tuple[int, ...]) -> None:
-        """Create the group of ``ranks`` unless it exists. All ranks of the world must ask, also those outside."""
-        if ranks not in self._groups:
+    def create(self, ranks: tuple[int, ...], use: str = "") -> None:
+        """Create the group of ``ranks`` unless it exists. All ranks of the world must ask, also those outside.
+
+        Args:
+            use: names a group of its own for the same ranks.
+        """
+        if (ranks, use) not in self._groups:
             group = dist.new_group(list(ranks), timeout=self._timeout)
-            self._groups[ranks] = group if isinstance(group, dist.ProcessGroup) and self.rank in ranks else None
+            mine = isinstance(group, dist.ProcessGroup) and self.rank in ranks
+            self._groups[ranks, use] = group if mine else None
 
-    def __getitem__(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        group = self._groups[ranks]
+    def get(self, ranks: tuple[int, ...], use: str = "") -> dist.ProcessGroup:
+        """The group of ``ranks``, which this rank is in."""
+        group = self._groups[ranks, use]
         assert group is not None, f"rank {self.rank} is not in {ranks}"
         return group
 
@@ -86,21 +93,29 @@ class Mesh:
         connect: whether to create process groups; without, the mesh can only plan (shapes, storage, bytes).
         timeout_s: limit of every collective on the new groups, in seconds; None takes torch's default.
         groups: where groups come from and go to, for several meshes of one process to share; None starts afresh.
+        ends: places on ``pp`` of the first and of the last stage; None says 0 and the last place.
     """
 
     def __init__(self, dims: ParallelDims, rank: int = 0, *, device: torch.device | str = "cpu",
                  recorder: Recorder = NULL, connect: bool = True, timeout_s: float | None = None,
-                 groups: Groups | None = None) -> None:  # fmt: skip
+                 groups: Groups | None = None, ends: tuple[int, int] | None = None) -> None:  # fmt: skip
         self.dims, self.rank, self.device = dims, rank, torch.device(device)
         connected = (groups or Groups(rank, timeout_s)) if connect and dims.world > 1 else None
         singles = [(a,) for a in (*DENSE, *SPARSE[2:])]
-        self._set({names: self._axis(names, recorder, connected) for names in [*singles, *JOINS]}, recorder)
+        axes = {names: self._axis(names, recorder, connected) for names in [*singles, *JOINS]}
+        axes["pp_back",] = self._back(axes["pp",], connected)
+        axes["tie",] = self._tie(ends or (0, dims.pp - 1), recorder, connected)
+        self._set(axes, recorder)
 
     def _set(self, axes: dict[tuple[str, ...], Axis], recorder: Recorder) -> None:
         self._axes, self.recorder = axes, recorder
         self.world = axes["pp", "ddp", "fsdp", "cp", "tp"]
         self.pp, self.ddp, self.fsdp, self.cp, self.tp = (axes[a,] for a in DENSE)
         self.efsdp, self.ep, self.etp = (axes[a,] for a in SPARSE[2:])
+        self.pp_back = axes["pp_back",]
+        """``pp`` for the gradients that travel back, which must not queue behind activations."""
+        self.tie = axes["tie",]
+        """The two ranks that hold a parameter which the first and the last stage share; size 1 elsewhere."""
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu", recorder: Recorder = NULL) -> Mesh:
@@ -128,7 +143,7 @@ class Mesh:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The distinct process groups this rank is in."""
-        return list({axis.ranks: axis.group for axis in self._axes.values() if axis.group is not None}.values())
+        return list(dict.fromkeys(axis.group for axis in self._axes.values() if axis.group is not None))
 
     def data_rank(self) -> int:
         """Which share of the batch this rank reads, of ``ddp*fsdp``."""
@@ -141,7 +156,28 @@ class Mesh:
             return Axis("+".join(names), len(ranks), ranks.index(self.rank), ranks, None, recorder)
         for first in self._first_ranks(axes, names):
             groups.create(members(self.dims, axes, names, first))
-        return Axis("+".join(names), len(ranks), ranks.index(self.rank), ranks, groups[ranks], recorder)
+        return Axis("+".join(names), len(ranks), ranks.index(self.rank), ranks, groups.get(ranks), recorder)
+
+    def _back(self, pp: Axis, groups: Groups | None) -> Axis:
+        """NCCL keeps what two ranks send each other through one group in one order; gloo tells it apart by tags."""
+        if groups is None or pp.size == 1 or not pp.native:
+            return replace(pp)
+        for first in self._first_ranks(DENSE, ("pp",)):
+            groups.create(members(self.dims, DENSE, ("pp",), first), "back")
+        return replace(pp, group=groups.get(pp.ranks, "back"))
+
+    def _tie(self, ends: tuple[int, int], recorder: Recorder, groups: Groups | None) -> Axis:
+        place = coordinates(self.dims, DENSE, self.rank)["pp"]
+        stride = self.dims.world // self.dims.pp
+        low, high = sorted(ends)
+        pairs = [(low * stride + i, high * stride + i) for i in range(stride)]
+        if groups is not None and ends[0] != ends[1]:
+            for pair in pairs:
+                groups.create(pair)
+        if place not in ends or ends[0] == ends[1]:
+            return Axis("tie", ranks=(self.rank,), recorder=recorder)
+        pair = pairs[self.rank % stride]
+        return Axis("tie", 2, pair.index(self.rank), pair, groups and groups.get(pair), recorder)
 
     def _first_ranks(self, axes: tuple[str, ...], names: tuple[str, ...]) -> list[int]:
         """One rank of every group of this join, ascending."""

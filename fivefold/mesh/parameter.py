@@ -37,11 +37,14 @@ class ParamSpec:
     embedding: bool = False
     """Whether it is a table of the vocabulary, which runs may choose not to decay."""
     init_name: str | None = None
-    """Name its initial values come from, where it is not its own: a parameter that two stages share."""
-    tied: bool = False
-    """Whether another stage holds the same parameter."""
+    """Name of the parameter that it is one with, on the same or on another stage; None for most."""
     dtype: torch.dtype | None = None
     """Dtype it is computed with, where it is not the run's."""
+
+    @property
+    def tied(self) -> bool:
+        """Whether another part has the same parameter."""
+        return self.init_name is not None
 
     @property
     def sparse(self) -> bool:
@@ -98,5 +101,8 @@ def spec_of(p: nn.Parameter) -> ParamSpec:
 
 
 def tie(p: nn.Parameter, name: str) -> nn.Parameter:
-    """Mark ``p`` as one parameter with the one called ``name`` on another stage."""
-    return attach(p, replace(spec_of(p), tied=True, init_name=name))
+    """Mark ``p`` as one parameter with the one called ``name``, which another part has; mark both.
+
+    On one rank they become one; on two, both are stored, with equal values, and their gradients are summed.
+    """
+    return attach(p, replace(spec_of(p), init_name=name))

@@ -38,18 +38,20 @@ class RankContext:
     cache: dict[str, Any] = field(default_factory=dict, repr=False)
     """What a case wants to find again in the next."""
     _groups: Groups = field(repr=False)
-    _meshes: dict[str, Mesh] = field(default_factory=dict, repr=False)
+    _meshes: dict[object, Mesh] = field(default_factory=dict, repr=False)
 
-    def mesh(self, dims: ParallelDims | str, recorder: Recorder | None = None) -> Mesh:
-        """The mesh of a layout; built once, its process groups shared with the other layouts' meshes.
+    def mesh(self, dims: ParallelDims | str, recorder: Recorder | None = None,
+             ends: tuple[int, int] | None = None) -> Mesh:  # fmt: skip
+        """The mesh of a layout, with the ``ends`` of its pipeline; built once, its groups shared with other meshes.
 
         Every rank has to ask for the same layouts in the same order.
         """
         dims = ParallelDims.parse(dims, self.world) if isinstance(dims, str) else dims
-        if str(dims) not in self._meshes:
+        key = str(dims), ends or (0, dims.pp - 1)
+        if key not in self._meshes:
             assert dims.world == self.world, f"{dims} needs {dims.world} ranks, the pool has {self.world}"
-            self._meshes[str(dims)] = Mesh(dims, self.rank, groups=self._groups)
-        mesh = self._meshes[str(dims)]
+            self._meshes[key] = Mesh(dims, self.rank, groups=self._groups, ends=ends)
+        mesh = self._meshes[key]
         return mesh if recorder is None else mesh.recorded(recorder)
 
 

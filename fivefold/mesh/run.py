@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..observe.progress import Progress
 from ..observe.recorder import Recorder
 from .mesh import Mesh
 
@@ -22,12 +23,23 @@ class Run:
     mesh: Mesh
     queue: Any = None
     """An ``ops.linear.WeightGradQueue`` while the schedule splits backward; None computes weight gradients at once."""
+    progress: Progress = field(default_factory=Progress)
+    """Where executor and training say what this rank is at."""
     _frozen: list[Any] | None = field(default=None, repr=False)
     _replay: int = -1
 
     @property
     def recorder(self) -> Recorder:
         return self.mesh.recorder
+
+    @contextmanager
+    def deferring(self, queue: Any) -> Iterator[None]:
+        """Run the block with weight gradients waiting in ``queue``."""
+        before, self.queue = self.queue, queue
+        try:
+            yield
+        finally:
+            self.queue = before
 
     def once(self, fn: Callable[[], T]) -> T:
         """``fn()`` in a forward; in its recompute the same value again, without running ``fn``.

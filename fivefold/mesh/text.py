@@ -1,20 +1,18 @@
-"""Short texts between ranks: a name in an error message, a folder that rank 0 chose."""
+"""Short texts between ranks: a name in an error message, a folder that rank 0 chose, a list of names."""
 
 from __future__ import annotations
 
 import torch
 
 from .axis import Axis
-from .collectives import gather_values
-
-BYTES = 512
-"""Longest text, in bytes of UTF-8; what is longer is cut."""
+from .collectives import gather_values, max_values
 
 
 def gather_text(text: str, axis: Axis, device: torch.device) -> list[str]:
     """Every rank's text, by place on the axis."""
-    coded = text.encode()[:BYTES]
-    row = torch.zeros(BYTES, dtype=torch.uint8)
-    row[: len(coded)] = torch.tensor(list(coded), dtype=torch.uint8)
-    rows = gather_values(row.to(device), axis).cpu().tolist()
-    return [bytes(r).rstrip(b"\0").decode(errors="ignore") for r in rows]
+    coded = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    longest = int(max_values(torch.tensor(len(coded), device=device), axis))
+    row = torch.zeros(longest, dtype=torch.uint8)
+    row[: len(coded)] = coded
+    rows = gather_values(row.to(device), axis).cpu()
+    return [bytes(r.tolist()).rstrip(b"\0").decode() for r in rows]

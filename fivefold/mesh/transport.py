@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,11 +28,19 @@ _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 # torch 2.13 renamed both; 2.11 knows only the older names.
 
 
+class Work(Protocol):
+    """What torch gives back for a call under way."""
+
+    def wait(self) -> object: ...
+
+    def is_completed(self) -> bool: ...
+
+
 @dataclass
 class Handle:
-    """A collective under way. ``wait`` returns its result, once it may be used by what the current stream runs next."""
+    """A call under way. ``wait`` returns its result, once it may be used by what the current stream runs next."""
 
-    works: Sequence[dist.Work]
+    works: Sequence[Work]
     result: Callable[[], Tensor]
     keep: tuple[Tensor, ...] = ()
     """Buffers that must live until the transport is done with them."""
@@ -51,6 +60,10 @@ class Handle:
             self.event.finish()
         self.works, self.keep = (), ()
         return out
+
+    def done(self) -> bool:
+        """Whether a ``wait`` would return at once, as far as the transport knows; gloo does not know of messages."""
+        return all(work.is_completed() for work in self.works)
 
 
 def _started(work: dist.Work | None) -> list[dist.Work]:
@@ -72,7 +85,7 @@ def from_front(parts: Tensor, dim: int) -> Tensor:
     return parts.movedim(0, dim).reshape(shape)
 
 
-def _post(op: str, axis: Axis, states: str, x: Tensor, sent: float, received: float, scope: Scope | None,
+def report(op: str, axis: Axis, states: str, x: Tensor, sent: float, received: float, scope: Scope | None,
           shape: tuple[int, ...] | None = None) -> Event | None:  # fmt: skip
     """Report a call that moves ``sent`` and ``received`` elements."""
     if not axis.recorder.on:
@@ -93,7 +106,7 @@ def all_gather(shard: Tensor, axis: Axis, out: Tensor | None = None, *, dim: int
         out: where the result goes, with ``dim`` 0; it may hold ``shard`` at its place already.
     """
     n, rest = axis.size, (axis.size - 1) * shard.numel()
-    event = _post("all_gather", axis, states, shard, rest, rest, scope)
+    event = report("all_gather", axis, states, shard, rest, rest, scope)
     if axis.native:
         parts = shard.new_empty(n, *shard.shape) if out is None else out.view(n, *shard.shape)
         work = _gather_single(parts.view(-1), shard.view(-1), group=axis.group, async_op=True)
@@ -117,7 +130,7 @@ def reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None, *, dim: int
     """
     n = axis.size
     rest = x.numel() // n * (n - 1)
-    event = _post("reduce_scatter", axis, states, x, rest, rest, scope)
+    event = report("reduce_scatter", axis, states, x, rest, rest, scope)
     if out is None:
         out = x.new_empty(*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
     if axis.native:
@@ -147,7 +160,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", *, states: str = "P->I", 
     """Start reducing ``x`` in place over the axis; ``op`` is ``sum``, ``max`` or ``min``."""
     n = axis.size
     moved = 2 * (n - 1) * x.numel() / n
-    event = _post("all_reduce", axis, states, x, moved, moved, scope)
+    event = report("all_reduce", axis, states, x, moved, moved, scope)
     if not axis.native and x.numel() * x.element_size() <= gloo.SMALL_BYTES:
         work, result = gloo.small_all_reduce(x, axis, op)
         return Handle([work], result, event=event)
@@ -162,7 +175,7 @@ def all_to_all(x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int
     row = math.prod(x.shape[1:])
     out = x.new_empty(sum(receive), *x.shape[1:])
     sent, received = (sum(c) - c[axis.rank] for c in (send, receive))
-    event = _post(op, axis, states, x, sent * row, received * row, scope)
+    event = report(op, axis, states, x, sent * row, received * row, scope)
     work = dist.all_to_all_single(out, x, list(receive), list(send), group=axis.group, async_op=True)
     return Handle(_started(work), lambda: out, (x, out), event)
 
@@ -171,7 +184,7 @@ def broadcast(x: Tensor, axis: Axis, root: int, *, states: str = "R", scope: Sco
     """Start filling ``x`` in place with place ``root``'s values."""
     n = x.numel()
     mine = axis.rank == root
-    event = _post("broadcast", axis, states, x, (axis.size - 1) * n * mine, n * (not mine), scope)
+    event = report("broadcast", axis, states, x, (axis.size - 1) * n * mine, n * (not mine), scope)
     work = dist.broadcast(x, axis.ranks[root], group=axis.group, async_op=True)
     return Handle(_started(work), lambda: x, (x,), event)
 
@@ -181,7 +194,7 @@ def shift(x: Tensor, axis: Axis, by: int = 1, *, states: str = "S->S", scope: Sc
     if by % axis.size == 0:
         return Handle((), x.clone)
     out = torch.empty_like(x)
-    event = _post("shift", axis, states, x, x.numel(), x.numel(), scope)
+    event = report("shift", axis, states, x, x.numel(), x.numel(), scope)
     to, source = (axis.rank + by) % axis.size, (axis.rank - by) % axis.size
     if not axis.native:
         return Handle([gloo.move(x, out, axis, to, source)], lambda: out, event=event)

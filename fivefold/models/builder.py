@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import nn
 
 from ..config import locate
@@ -12,16 +14,35 @@ from ..config.model import ModelConfig
 from ..mesh.run import Run
 
 
-def build_parts(run: Run, config: ModelConfig, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
+def build_parts(run: Run, config: ModelConfig, names: Sequence[str] | None = None, seed: int = 0, *,
+                layout_free: bool = False) -> dict[str, nn.Module]:  # fmt: skip
     """The named parts that ``config.builder`` makes, first to last.
 
     Args:
         names: the parts of this rank's stages; None builds all.
+        seed: of the first values that plain modules draw for themselves.
+        layout_free: whether those depend on the seed and the part's name alone, and not on which other parts are
+            built. Such a part is built twice; parts on ``meta``, whose values come later, are not.
 
     Raises:
         ConfigError: if the builder cannot be found, or returns anything but an ordered mapping of names to modules.
     """
-    parts = locate.function(config.builder, "model.builder")(run, config, names)
+    parts = _build(run, config, names, seed)
+    if layout_free:
+        for name, part in parts.items():
+            if any(not p.is_meta for p in part.parameters()):
+                alone = _build(run, config, [name], seed ^ zlib.crc32(name.encode()))[name]
+                with torch.no_grad():
+                    for p, q in zip(part.parameters(), alone.parameters(), strict=True):
+                        if not p.is_meta:
+                            p.copy_(q)
+    return parts
+
+
+def _build(run: Run, config: ModelConfig, names: Sequence[str] | None, seed: int) -> dict[str, nn.Module]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        parts = locate.function(config.builder, "model.builder")(run, config, names)
     if problems := _problems(parts, names):
         raise ConfigError([f"model.builder={config.builder} {p}" for p in problems])
     return dict(parts)

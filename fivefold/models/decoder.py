@@ -49,20 +49,14 @@ def build(run: Run, config: DecoderConfig, names: Sequence[str] | None = None) -
         if name == "embed":
             parts[name] = Embedding(run, config.vocab_size, config.dim, init.embedding(config.dim, config.tied))
         elif name == "head":
-            parts[name] = _head(run, config, init, parts.get("embed"))
+            first = init.embedding(config.dim, True) if config.tied else init.matrix(config.dim)
+            parts[name] = Head(run, config.vocab_size, config.dim, config.norm_eps, first)
         else:
             parts[name] = _block(run, config, init, rope, name)
-    if config.tied and ("embed" in parts) != ("head" in parts):  # the other use is on another rank
-        weight = (parts.get("embed") or parts["head"]).get_parameter("weight")
-        tie(weight, "embed.weight")
+    if config.tied:
+        for name in {"embed", "head"} & parts.keys():
+            tie(parts[name].get_parameter("weight"), "embed.weight")
     return parts
-
-
-def _head(run: Run, config: DecoderConfig, init: InitRule, embedding: nn.Module | None) -> Head:
-    shared = embedding if config.tied and isinstance(embedding, Embedding) else None
-    head = Head(run, config.vocab_size, config.dim, config.norm_eps, init.matrix(config.dim), shared)
-    head.uses_parameters_of = ("embed",) if shared is not None else ()
-    return head
 
 
 def _block(run: Run, config: DecoderConfig, init: InitRule, rope: Rope, name: str) -> Block:

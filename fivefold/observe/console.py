@@ -186,6 +186,7 @@ _SHOWN: tuple[tuple[str, Callable[[float], str], bool], ...] = (
     ("lr", lambda x: f"lr {x:.2e}", False),
     ("tokens_per_s", lambda x: f"{quantity(x)} tokens/s", True),
     ("mfu", lambda x: f"MFU {x:.1%}", True),
+    ("bubble", lambda x: f"bubble {x:.1%}", False),
     ("memory_bytes", size, False),
     ("data_wait", lambda x: f"data {x:.0%}", False),
 )

@@ -1,8 +1,9 @@
 """Where the numbers of a step go: reporters that take the same mapping and each write it their way.
 
 Keys that scripts rely on: ``step``, ``loss`` (nats per target token), ``grad_norm``, ``lr``, ``tokens`` (read
-so far), ``tokens_per_s``, ``step_s``, ``mfu``, ``memory_bytes``, ``data_wait`` (share of the step), ``expert_load``
-(largest over mean, one value a layer), ``eval_loss``, ``eval_bits_per_byte``.
+so far), ``tokens_per_s``, ``step_s``, ``mfu``, ``memory_bytes``, ``data_wait`` (share of the step), ``bubble`` (with
+pp, of the step that reports: the share of the pipeline's time in which even the busiest rank does not compute),
+``expert_load`` (largest over mean, one value a layer), ``eval_loss``, ``eval_bits_per_byte``.
 """
 
 from __future__ import annotations

@@ -54,7 +54,10 @@ class RangeEvent(Event):
 
 @dataclass
 class RangeRecorder(FlightRecorder):
-    """A recorder that is on only while a step is traced, and shows scopes and events as ranges of the trace."""
+    """A recorder that is on only while a step is traced, and shows scopes and events as ranges of the trace.
+
+    Spans are timed in every step.
+    """
 
     on: bool = field(default=False, init=False)  # type: ignore[assignment]
     event_type = RangeEvent

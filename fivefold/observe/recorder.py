@@ -1,7 +1,8 @@
 """What crossed ranks, when, and on behalf of which part: the recorder that collectives, engine and executor report to.
 
 Scopes say who is at work (module, phase, stage, microbatch); events say what moved. A scope is a value: an autograd
-node keeps the one its forward ran in, so that its backward is reported under the same module.
+node keeps the one its forward ran in, so that its backward is reported under the same module. Spans say when the
+actions of a schedule ran.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+
+from .spans import Span, Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +100,35 @@ class Recorder:
         """Announce an event; the caller reports its start, launch, wait and finish to it."""
         return None
 
+    def span(self, kind: str, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Time the block, an action or a wait, as a :class:`~.spans.Span`."""
+        return _AS_BEFORE
+
+    def take_spans(self) -> list[Span]:
+        """The spans since the last call, or since the newest of kind ``step`` began."""
+        return []
+
 
 NULL = Recorder()
 """The recorder that reports nothing. It has no state."""
 
 
 @dataclass
-class FlightRecorder(Recorder):
-    """Keeps the newest events, and totals of all of them, of one rank.
+class SpanRecorder(Recorder):
+    """Times spans and reports nothing else: a microsecond an action, so a pipeline's run always has one."""
+
+    spans: Spans = field(default_factory=Spans, kw_only=True)
+
+    def span(self, kind: str, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        return self.spans.open(kind, stage, microbatch)
+
+    def take_spans(self) -> list[Span]:
+        return self.spans.take()
+
+
+@dataclass
+class FlightRecorder(SpanRecorder):
+    """Keeps the newest events, totals of all of them, and spans, of one rank.
 
     Autograd runs backward on threads of its own on CUDA, so the scope is one per thread.
     """
@@ -151,7 +175,8 @@ class FlightRecorder(Recorder):
         return event
 
     def clear(self) -> None:
-        """Forget events and totals; sequence numbers go on, so that ranks still match."""
+        """Forget events, totals and spans; sequence numbers go on, so that ranks still match."""
+        self.spans.forget()
         self.events.clear()
         self.totals.clear()
 

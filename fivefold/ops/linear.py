@@ -38,6 +38,10 @@ class WeightGradQueue:
         """Adds ``job``, which returns a gradient of ``parameter``."""
         self._jobs.append((parameter, job))
 
+    def parameters(self) -> list[Tensor]:
+        """Of which parameter each waiting job is a gradient."""
+        return [parameter for parameter, _ in self._jobs]
+
     def pop_all(self) -> WeightGradQueue:
         """Moves every waiting job into a new queue."""
         taken = WeightGradQueue()

@@ -1,10 +1,15 @@
-"""Schedules as data: what an action is, and the table that says which rank runs which actions in which order."""
+"""Schedules as data: what an action is, what it waits for, and whether a table can run."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 Kind = Literal["F", "B", "I", "W"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+LISTED = 8
+"""Actions that one message lists; the rest it counts."""
 
 
 class Action(NamedTuple):
@@ -23,6 +28,25 @@ Table = list[list[Action]]
 """``table[rank]`` lists that rank's actions in order."""
 
 
+class Step(NamedTuple):
+    """An action that can run, where, and the actions that it waited for."""
+
+    rank: int
+    action: Action
+    needs: list[Action]
+
+
+class Wait(NamedTuple):
+    """A rank that cannot go on: what it is at, and what that lacks."""
+
+    rank: int
+    action: Action
+    lacks: list[Action]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} waits at {self.action} for {', '.join(map(str, self.lacks))}"
+
+
 def accumulate(microbatches: int) -> Table:
     """Gradient accumulation as the schedule of one stage: each microbatch forward, then backward.
 
@@ -31,7 +55,234 @@ def accumulate(microbatches: int) -> Table:
     return [[Action(kind, 0, m) for m in range(microbatches) for kind in ("F", "B")]]
 
 
+def owners(table: Table) -> list[int]:
+    """The ``pp`` rank of each stage, read off the table, so that a placement is never written twice.
+
+    Raises:
+        ValueError: if a stage is on two ranks, or the stages are not numbered from 0 without a gap.
+    """
+    problems = _placement(table)
+    if problems:
+        raise ValueError(" ".join(problems))
+    owner = {a.stage: rank for rank, order in enumerate(table) for a in order}
+    return [owner[stage] for stage in range(len(owner))]
+
+
+def split_backwards(table: Table) -> frozenset[tuple[int, int]]:
+    """The (stage, microbatch) pairs whose backward is an I and, later, a W."""
+    return frozenset((a.stage, a.microbatch) for order in table for a in order if a.kind == "I")
+
+
+def needs(action: Action, n_stages: int, split: frozenset[tuple[int, int]]) -> list[Action]:
+    """The actions whose results ``action`` uses: of its own stage, and the neighbour's that sends it a tensor.
+
+    Args:
+        split: as :func:`split_backwards` gives it; it says whether the next stage's gradient comes from a B or an I.
+    """
+    kind, stage, m = action
+    if kind == "F":
+        return [Action("F", stage - 1, m)] if stage else []
+    if kind == "W":
+        return [Action("I", stage, m)]
+    found = [Action("F", stage, m)]
+    if stage + 1 < n_stages:
+        found.append(Action("I" if (stage + 1, m) in split else "B", stage + 1, m))
+    return found
+
+
 def last_backwards(order: list[Action]) -> set[Action]:
     """The actions of one rank after which a stage's gradients are complete: its last B or W."""
     last: dict[int, Action] = {a.stage: a for a in order if a.kind in "BW"}
     return set(last.values())
+
+
+def play(table: Table) -> tuple[list[Step], list[Wait]]:
+    """Run the table in whatever order its dependencies allow, and tell where it gets stuck.
+
+    Returns:
+        every action that can run, each after those it needs and after those before it on its rank; and what each rank
+        waits for that cannot finish, even with unlimited buffers.
+    """
+    n_stages, split = 1 + max((a.stage for order in table for a in order), default=-1), split_backwards(table)
+    steps: list[Step] = []
+    done: set[Action] = set()
+    cursor = [0] * len(table)
+    sleepers: dict[Action, list[int]] = {}
+    awake = deque(range(len(table)))
+    while awake:
+        rank = awake.popleft()
+        order = table[rank]
+        while cursor[rank] < len(order):
+            action = order[cursor[rank]]
+            required = needs(action, n_stages, split)
+            missing = next((a for a in required if a not in done), None)
+            if missing is not None:
+                sleepers.setdefault(missing, []).append(rank)
+                break
+            done.add(action)
+            steps.append(Step(rank, action, required))
+            awake += sleepers.pop(action, [])
+            cursor[rank] += 1
+    waits = []
+    for rank, order in enumerate(table):
+        if cursor[rank] < len(order):
+            action = order[cursor[rank]]
+            lacks = [a for a in needs(action, n_stages, split) if a not in done]
+            waits.append(Wait(rank, action, lacks))
+    return steps, waits
+
+
+def read(value: object) -> tuple[Table, list[str]]:
+    """What a user's function returned as a table of actions; plain ``(kind, stage, microbatch)`` triples will do.
+
+    Returns:
+        the table, and what about the value is not a table, in which case the table is empty.
+    """
+    form = "Return one list of Action(kind, stage, microbatch) for each rank"
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return [], [f"{_shown(value)} is not a table. {form}."]
+    table: Table = []
+    problems: list[str] = []
+    for rank, order in enumerate(value):
+        if not isinstance(order, Iterable) or isinstance(order, str | bytes | Mapping | Action):
+            problems.append(f"{_shown(order)} is not the list of actions of rank {rank}. {form}.")
+            continue
+        actions = [(entry, _action(entry)) for entry in order]
+        wrong = [_shown(entry) for entry, action in actions if action is None]
+        if wrong:
+            verb = "is not an action" if len(wrong) == 1 else "are not actions"
+            problems.append(f"{_listing(wrong)} on rank {rank} {verb}. Use Action(kind, stage, microbatch).")
+        table.append([action for _, action in actions if action is not None])
+    return ([], problems) if problems else (table, [])
+
+
+def check(table: Table, *, pp: int, microbatches: int) -> list[str]:
+    """All that is wrong with a table, in words its author understands; nothing if it can run.
+
+    A table can run if it has ``pp`` ranks; each stage is on one rank, and stages are numbered from 0; each stage runs,
+    for each microbatch, one F and either one B or one I and one W; within a stage, forwards, backwards (B or I) and
+    weight gradients (B or W) each ascend in microbatch, so that every schedule adds up gradients in the same order;
+    and no rank waits for ever.
+    """
+    problems = []
+    if len(table) != pp:
+        problems.append(f"The table has {len(table)} ranks, not pp={pp}. Give one list of actions for each rank.")
+    problems += _fields(table, microbatches)
+    if problems:
+        return problems
+    problems += [f"Rank {rank} has no action. Give each rank at least one stage." for rank in _idle(table)]
+    problems += _placement(table)
+    if problems:
+        return problems
+    for stage, rank in enumerate(owners(table)):
+        order = [a for a in table[rank] if a.stage == stage]
+        problems += _count(order, stage, rank, microbatches) or _ascent(order, rank)
+    if problems:
+        return problems
+    _, waits = play(table)
+    if waits:
+        return [f"The table deadlocks: {'; '.join(map(str, waits))}. Reorder these actions."]
+    return []
+
+
+def _fields(table: Table, microbatches: int) -> list[str]:
+    """Actions that no table of so many microbatches can have."""
+    problems = []
+    for rank, order in enumerate(table):
+        for words, fix, wrong in (
+            ("of an unknown kind", f"Use {', '.join(KINDS[:-1])} or {KINDS[-1]}", lambda a: a.kind not in KINDS),
+            ("on a negative stage", "Number the stages from 0", lambda a: a.stage < 0),
+            (
+                f"of no microbatch of microbatches={microbatches}",
+                f"Use {'0' if microbatches == 1 else f'0 to {microbatches - 1}'}",
+                lambda a: not 0 <= a.microbatch < microbatches,
+            ),
+        ):
+            found = [str(a) for a in order if wrong(a)]
+            if found:
+                problems.append(f"{_listing(found)} on rank {rank} {'is' if len(found) == 1 else 'are'} {words}. {fix}.")
+    return problems
+
+
+def _idle(table: Table) -> list[int]:
+    return [rank for rank, order in enumerate(table) if not order]
+
+
+def _placement(table: Table) -> list[str]:
+    """Stages on more than one rank, and stages that are missing."""
+    where: dict[int, dict[int, Action]] = {}
+    for rank, order in enumerate(table):
+        for action in order:
+            where.setdefault(action.stage, {}).setdefault(rank, action)
+    problems = []
+    for stage, ranks in sorted(where.items()):
+        if len(ranks) > 1:
+            places = " and ".join(f"rank {rank} ({action})" for rank, action in ranks.items())
+            problems.append(f"Stage {stage} is on {places}. Keep each stage on one rank.")
+    missing = sorted(set(range(max(where, default=-1) + 1)) - set(where))
+    if missing:
+        verb = f"Stage {missing[0]} is" if len(missing) == 1 else f"Stages {_listing(map(str, missing))} are"
+        problems.append(f"{verb} missing (the last stage is {max(where)}). Number the stages from 0 without a gap.")
+    return problems
+
+
+def _count(order: list[Action], stage: int, rank: int, microbatches: int) -> list[str]:
+    """Actions of one stage that are repeated, missing or too many."""
+    times = Counter(order)
+    problems = [f"{a} runs {n} times on rank {rank}. Run it once." for a, n in times.items() if n > 1]
+    missing: list[str] = []
+    for m in range(microbatches):
+        f, b, i, w = (Action(kind, stage, m) for kind in ("F", "B", "I", "W"))
+        if f not in times:
+            missing.append(str(f))
+        halves = [str(a) for a in (i, w) if a in times]
+        if b in times and halves:
+            both = " and ".join(halves)
+            problems.append(f"Rank {rank} runs both {b} and {both}. Keep either {b}, or {i} and {w}.")
+        elif b not in times and not halves:
+            missing.append(f"{b} (or {i} and {w})")
+        elif b not in times and len(halves) == 1:
+            missing.append(str(w if i in times else i))
+    if missing:
+        problems.append(f"Rank {rank} never runs {_listing(missing)}. Run every microbatch of stage {stage}.")
+    return problems
+
+
+def _ascent(order: list[Action], rank: int) -> list[str]:
+    """Actions of one stage that run before an earlier microbatch's, or before what they need of their own stage."""
+    problems = []
+    place = {action: i for i, action in enumerate(order)}
+    for kinds, what in (("F", "forwards"), ("BI", "backwards"), ("BW", "weight gradients")):
+        ours = [a for a in order if a.kind in kinds]
+        for before, after in zip(ours, ours[1:]):
+            if after.microbatch < before.microbatch and not (kinds == "BW" and before.kind == after.kind == "B"):
+                problems.append(
+                    f"{after} runs after {before} on rank {rank}. Run the {what} of a stage in ascending microbatches."
+                )
+    for action in order:
+        source = {"F": None, "W": "I"}.get(action.kind, "F")
+        if source is not None:
+            earlier = Action(source, action.stage, action.microbatch)
+            if place[earlier] > place[action]:
+                problems.append(f"{action} runs before {earlier} on rank {rank}. Run it later.")
+    return problems
+
+
+def _action(entry: Any) -> Action | None:
+    """An entry of a user's list as an action, if it has the form of one."""
+    if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != 3:
+        return None
+    kind, stage, microbatch = entry
+    whole = all(isinstance(x, int) and not isinstance(x, bool) for x in (stage, microbatch))
+    return Action(kind, stage, microbatch) if isinstance(kind, str) and whole else None  # pyright: ignore
+
+
+def _shown(value: object) -> str:
+    text = str(value) if isinstance(value, Action) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _listing(words: Iterable[str]) -> str:
+    found = list(words)
+    rest = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
+    return ", ".join(found[:LISTED]) + rest

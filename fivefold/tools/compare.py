@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from torch import Tensor
 from ..mesh import transport
 from ..mesh.collectives import sum_values
 from ..mesh.mesh import Mesh
-from ..train.state import TrainState
+from ..mesh.text import gather_text
+from ..train.state import TrainState, precision
 from ..wrap.buffer import Shard
 
 
@@ -33,13 +35,13 @@ def gather_whole(state: TrainState, value: Callable[[Shard], Tensor]) -> Whole:
     for name, shape in state.shapes.items():
         offsets[name] = total
         total += math.prod(shape)
-    dtype = next((value(s).dtype for s in state.shards), torch.float32)
+    dtype = precision(state.config.train, mesh.device).master
     high = torch.full((total,), -torch.inf, dtype=dtype, device=mesh.device)
     low, owned = -high, torch.zeros(total, dtype=torch.int32, device=mesh.device)
     for s in state.shards:
         at = offsets[s.piece.name] + s.piece.place()
         high[at] = low[at] = value(s).detach()
-        owned[at] += 1
+        owned[at] += s.original
     reduce_everywhere(high, mesh, "max")
     reduce_everywhere(low, mesh, "min")
     reduce_everywhere(owned, mesh, "sum")
@@ -89,17 +91,24 @@ class Watcher:
             self._seen.setdefault((name, kind), []).append(x.detach())
 
     def whole(self, mesh: Mesh) -> dict[tuple[str, str], Tensor]:
-        """Everything seen, whole on every rank: forward in order, then backward in the order it ran."""
-        order = sorted(self._seen, key=lambda key: key[1])  # activations first; stable, so in the order they came
+        """Everything seen on any stage, whole on every rank: forward in order, then backward in the order it ran."""
+        own = {key: self._gathered(key, mesh) for key in self._seen}
+        keys = [[name, kind, str(x.dtype).removeprefix("torch."), list(x.shape)] for (name, kind), x in own.items()]
         found = {}
-        for key in order:
-            if self._seen[key][0].ndim == 0:
-                found[key] = sum_values(torch.stack(self._seen[key]).sum(), mesh.join("ddp", "fsdp", "cp"))
-                continue
-            x = torch.cat(self._seen[key])
-            for axis, dim in ((mesh.join("cp", "tp"), 1), (mesh.join("ddp", "fsdp"), 0)):
-                if axis.size > 1:
-                    front = transport.all_gather(x.movedim(dim, 0).contiguous(), axis).wait()
-                    x = front.movedim(0, dim)
-            found[key] = x
-        return found
+        for place, text in enumerate(gather_text(json.dumps(keys), mesh.pp, mesh.device)):
+            for name, kind, dtype, shape in json.loads(text):
+                x = own.get((name, kind), torch.empty(shape, dtype=getattr(torch, dtype), device=mesh.device))
+                if mesh.pp.size > 1:
+                    transport.broadcast(x, mesh.pp, place).wait()
+                found[name, kind] = x
+        return dict(sorted(found.items(), key=lambda item: item[0][1]))
+
+    def _gathered(self, key: tuple[str, str], mesh: Mesh) -> Tensor:
+        if self._seen[key][0].ndim == 0:
+            return sum_values(torch.stack(self._seen[key]).sum(), mesh.join("ddp", "fsdp", "cp"))
+        x = torch.cat(self._seen[key])
+        for axis, dim in ((mesh.join("cp", "tp"), 1), (mesh.join("ddp", "fsdp"), 0)):
+            if axis.size > 1:
+                front = transport.all_gather(x.movedim(dim, 0).contiguous(), axis).wait()
+                x = front.movedim(0, dim)
+        return x.contiguous()

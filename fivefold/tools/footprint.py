@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from ..config.dims import ParallelDims
 from ..config.run import RunConfig
 from ..mesh.mesh import Mesh
 from ..mesh.run import Run
 from ..models.builder import build_parts
+from ..schedule.plan import Plan, plan
 from ..train.state import precision
 from ..wrap.arrange import arrange
 from ..wrap.buffer import sizes_of
-from ..wrap.data import group_entries
+from ..wrap.entries import collect
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes of one rank; all ranks of a pipeline stage store equally much."""
+    """Bytes of one rank; all ranks of one place on ``pp`` store equally much."""
 
-    stage: int
+    place: int
     """Place on ``pp``."""
+    stages: tuple[int, ...]
+    """Its pipeline stages."""
     ranks: int
     """Ranks like this one."""
     n_parts: int
+    """The model's parts in its stages."""
     stored_bytes: int
     """Parameters in the master dtype, this rank's share."""
     gathered_bytes: int
-    """Whole parameters in the compute dtype at the fullest moment: all of the stage, or under ZeRO 3 two units."""
+    """Whole parameters in the compute dtype at the fullest moment: all of them, or under ZeRO 3 two units."""
     gradient_bytes: int
     """Summed gradients of the share; under ZeRO 1 also the whole flat gradient that microbatches add to."""
     optimizer_bytes: int
@@ -40,49 +42,48 @@ class Footprint:
     """Of ``stored_bytes``, what belongs to no parameter."""
 
 
-def stages_of(names: Sequence[str], pp: int) -> list[Sequence[str]]:
-    """The parts of each stage: in order, as equal in number as can be."""
-    cut = [round(len(names) * i / pp) for i in range(pp + 1)]
-    return [names[a:b] for a, b in pairwise(cut)]
-
-
 def footprint(config: RunConfig) -> list[Footprint]:
-    """One record for each pipeline stage of ``config.parallel``."""
+    """One record for each place on ``pp`` of ``config.parallel``.
+
+    Raises:
+        ConfigError: if the model cannot be cut into the stages that the configuration asks for.
+    """
+    made = plan(config)
+    return [_place(config, made, place) for place in range(config.dims.pp)]
+
+
+def _place(config: RunConfig, made: Plan, place: int) -> Footprint:
     dims = config.dims
-    names = list(build_parts(Run(Mesh(dims, device="meta", connect=False)), config.model))
-    return [_stage(config, dims, i, parts) for i, parts in enumerate(stages_of(names, dims.pp))]
-
-
-def _stage(config: RunConfig, dims: ParallelDims, stage: int, names: Sequence[str]) -> Footprint:
     ranks = dims.world // dims.pp
-    mesh = Mesh(dims, stage * ranks, device="meta", connect=False)
-    run = Run(mesh)
+    run = Run(Mesh(dims, place * ranks, device="meta", connect=False, ends=(made.owners[0], made.owners[-1])))
     device = torch.device("cuda" if config.train.device == "cuda" else "cpu")
     dtypes = precision(config.train, device)
     stored = gathered = padding = flat = 0
     units: list[int] = []
-    for name, part in build_parts(run, config.model, names).items():
+    parts = build_parts(run, config.model, made.names(place))
+    for groups in collect(parts, run).groups.values():
         unit = 0
-        for (axis, _, trainable, own), entries in group_entries(name, part, run).items():
-            plan = arrange(sizes_of(entries), axis.size)
+        for (axis, _, trainable, own), entries in groups.items():
+            arranged = arrange(sizes_of(entries), axis.size)
             compute = own or dtypes.compute
-            stored += plan.shard
-            padding += plan.padding // axis.size
-            flat += plan.shard * axis.size if trainable and axis.size > 1 else 0
+            stored += arranged.shard
+            padding += arranged.padding // axis.size
+            flat += arranged.shard * axis.size if trainable and axis.size > 1 else 0
             if axis.size > 1 or compute != dtypes.master:
-                unit += plan.shard * axis.size * compute.itemsize
+                unit += arranged.shard * axis.size * compute.itemsize
         units.append(unit)
         gathered += unit
-    if config.train.zero == 3:  # one in use and the next on its way
+    if config.zero == 3:  # one in use and the next on its way
         gathered = max((a + b for a, b in pairwise([*units, 0])), default=0)
     master = dtypes.master.itemsize
     return Footprint(
-        stage=stage,
+        place=place,
+        stages=made.stages(place),
         ranks=ranks,
-        n_parts=len(names),
+        n_parts=len(parts),
         stored_bytes=stored * master,
         gathered_bytes=gathered,
-        gradient_bytes=(stored + (flat if config.train.zero == 1 else 0)) * master,
+        gradient_bytes=(stored + (flat if config.zero == 1 else 0)) * master,
         optimizer_bytes=2 * stored * master,
         padding_bytes=padding * master,
     )

@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.check import check
 from ..config.dims import ParallelDims
 from ..config.errors import ConfigError
+from ..config.parts import PipelineConfig
 from ..config.run import RunConfig
 from ..data.synthetic import Synthetic
 from ..mesh.mesh import Mesh
 from ..mesh.pool import Pool
 from ..mesh.pool_worker import RankContext
+from ..schedule.plan import check_run, plan
+from ..train.balance import routing_biases
 from ..train.batch import Batches
 from ..train.state import build_state
 from ..train.step import train_step
@@ -77,7 +79,8 @@ class Outcome:
 def one_rank(config: RunConfig) -> RunConfig:
     """The same run on one rank, in one piece, nothing recomputed or compiled: the oracle."""
     plain = {"microbatches": 1, "recompute": "none", "compile": "none", "zero": 1}
-    return config.model_copy(update={"parallel": "single", "train": config.train.model_copy(update=plain)})
+    train = config.train.model_copy(update=plain)
+    return config.model_copy(update={"parallel": "single", "train": train, "pipeline": PipelineConfig()})
 
 
 def run_steps(config: RunConfig, mesh: Mesh, steps: int, *, watch: bool = False) -> Outcome:
@@ -86,7 +89,7 @@ def run_steps(config: RunConfig, mesh: Mesh, steps: int, *, watch: bool = False)
     state = build_state(config, mesh, watcher)
     source = Synthetic(config.model.vocab_size, config.data.sequence_length, config.data.batch_size, config.train.seed)
     batches = Batches(source, config, mesh)
-    losses, norms, experts = [], [], {name: [] for name in state.experts}
+    losses, norms, experts = [], [], {name: [] for name in state.expert_layers}
     first, seen = None, {}
     for step in range(1, steps + 1):
         stats = train_step(state, batches.batch(batches.rows(step)))
@@ -95,8 +98,8 @@ def run_steps(config: RunConfig, mesh: Mesh, steps: int, *, watch: bool = False)
         if first is None:
             first = gather_whole(state, partial(_unclipped, norm=stats.grad_norm, max_norm=config.optim.max_norm))
             seen = watcher.whole(mesh) if watcher else {}
-        for name, moe in state.experts.items():
-            experts[name] += [stats.load.counts[name].clone(), moe.bias.clone()]
+        for name, bias in routing_biases(state.experts, state.expert_layers, mesh).items():
+            experts[name] += [stats.load.counts[name].clone(), bias.clone()]
     batches.close()
     assert first is not None
     last = gather_whole(state, lambda s: s.piece.data)
@@ -154,9 +157,9 @@ def _agree(values: dict[str, list[Tensor]], mesh: Mesh) -> bool:
 
 def first_difference(outcome: Outcome, oracle: Outcome, tolerance: float) -> str | None:
     """The first part whose output differs, or else the one where a gradient that differs arose."""
-    for name, kind in outcome.seen:
-        a, b = outcome.seen[name, kind], oracle.seen.get((name, kind))
-        if b is None or a.shape != b.shape or relative_error(a, b) > tolerance:
+    for (name, kind), b in oracle.seen.items():
+        a = outcome.seen.get((name, kind))
+        if a is None or a.shape != b.shape or relative_error(a, b) > tolerance:
             return name if kind == "activation" else f"{name} (gradient of its output)"
     return None
 
@@ -166,7 +169,7 @@ def verify_rank(context: RankContext, config: RunConfig, steps: int, tolerance: 
 
     Only when something differs are both run again, for a step, with every part watched.
     """
-    mesh = context.mesh(config.parallel)
+    mesh = context.mesh(config.parallel, ends=plan(config).ends)
     outcome = run_steps(config, mesh, steps)
     experts = _agree(outcome.experts, mesh)
     report = None
@@ -233,7 +236,7 @@ def verify(
         ConfigError: if the dtype cannot be verified, or a layout does not fit the configuration.
     """
     check_verifiable(config)
-    problems = [p for layout in layouts for p in check(config.model_copy(update={"parallel": layout}))]
+    problems = [p for layout in layouts for p in check_run(config.model_copy(update={"parallel": layout}))]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     limit = TOLERANCE[config.train.dtype] if tolerance is None else tolerance

@@ -35,15 +35,29 @@ def begin_counting(experts: Mapping[str, MoE]) -> None:
         moe.reset()
 
 
-def update_balance(experts: Mapping[str, MoE], mesh: Mesh) -> Load:
-    """Sum the step's counts over all ranks that hold other tokens, and move every layer's biases by them, once."""
-    if not experts:
-        zero = torch.zeros((), device=mesh.device)
+def update_balance(experts: Mapping[str, MoE], layers: Mapping[str, int], mesh: Mesh) -> Load:
+    """Sum the step's counts over all ranks that hold other tokens, and move every layer's biases by them, once.
+
+    Args:
+        experts: this rank's expert layers.
+        layers: experts of every expert layer of the model: other stages' counts are known here too.
+    """
+    zero = torch.zeros((), device=mesh.device)
+    if not layers:
         return Load({}, zero, zero)
-    axis = mesh.join("ddp", "fsdp", "cp", "tp")
-    layers = list(experts.items())
-    counts = sum_values(torch.cat([moe.load for _, moe in layers]), axis).split([len(moe.load) for _, moe in layers])
-    losses = sum_values(torch.stack([torch.stack([moe.balance_loss, moe.z_loss]) for _, moe in layers]), axis).sum(0)
-    for (_, moe), load in zip(layers, counts, strict=True):
-        moe.update_bias(load)
-    return Load({name: load for (name, _), load in zip(layers, counts, strict=True)}, losses[0], losses[1])
+    none = {name: torch.zeros(n, dtype=torch.int64, device=mesh.device) for name, n in layers.items()}
+    loads = none | {name: moe.load for name, moe in experts.items()}
+    counts = sum_values(torch.cat([loads[name] for name in layers]), mesh.world).split(list(layers.values()))
+    own = [torch.stack([moe.balance_loss, moe.z_loss]) for moe in experts.values()]
+    losses = sum_values(torch.stack(own).sum(0) if own else zero.expand(2), mesh.world)
+    by_layer = dict(zip(layers, counts, strict=True))
+    for name, moe in experts.items():
+        moe.update_bias(by_layer[name])
+    return Load(by_layer, losses[0], losses[1])
+
+
+def routing_biases(experts: Mapping[str, MoE], layers: Mapping[str, int], mesh: Mesh) -> dict[str, Tensor]:
+    """The routing bias of every expert layer of the model, also those of other stages: ``[E]`` each."""
+    none = {name: torch.zeros(n, device=mesh.device) for name, n in layers.items()}
+    held = none | {name: moe.bias for name, moe in experts.items()}
+    return {name: sum_values(held[name], mesh.pp) for name in layers}

@@ -27,24 +27,24 @@ class Evaluation:
 def evaluate(state: TrainState, heldout: HeldoutRows) -> Evaluation:
     """Evaluate held-out rows, shared among the data ranks.
 
-    Rows are cut into microbatches of the training run's size; ranks that have fewer get rows that count nothing, so
-    that all make the same calls. Counters, biases and gradients stay as they are.
+    Rows come in batches and microbatches of the training run's size; ranks that have fewer get rows that count nothing,
+    so that all make the same calls. Counters, biases and gradients stay as they are.
     """
     config, mesh = state.config, state.mesh
-    size = config.data.batch_size // mesh.dims.data // config.train.microbatches
-    rounds = -(-heldout.n_rows // (size * mesh.dims.data))
+    share = config.data.batch_size // mesh.dims.data
+    rounds = -(-heldout.n_rows // config.data.batch_size)
     n_targets = torch.zeros((), dtype=torch.int64, device=mesh.device)
     nats = torch.zeros((), dtype=torch.float64, device=mesh.device)
     modules = [m for stage in state.stages.values() for m in stage.parts.values()]
     for m in modules:
         m.eval()
+    one = torch.ones((), dtype=torch.int64, device=mesh.device)
     for i in range(rounds):
-        first = (i * mesh.dims.data + mesh.data_rank()) * size
-        rows = heldout.rows(first, first + size)
+        first = (i * mesh.dims.data + mesh.data_rank()) * share
+        rows = heldout.rows(first, first + share)
         tensors = to_device(rows, mesh.device)
         n_targets += (tensors["targets"] != IGNORE).sum()
-        one = torch.ones((), dtype=torch.int64, device=mesh.device)
-        nats += state.executor.evaluate(list(cut(rows, tensors, 1, one, 1)))
+        nats += state.executor.evaluate(list(cut(rows, tensors, config.train.microbatches, one, 1)))
     for m in modules:
         m.train()
     for stage in state.stages.values():

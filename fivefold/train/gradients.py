@@ -26,9 +26,10 @@ def gradients(shards: Sequence[Shard]) -> list[Tensor]:
 def gradient_norm(shards: Sequence[Shard], mesh: Mesh) -> Tensor:
     """L2 norm of the whole gradient. I on every rank.
 
-    By the storage rule every element of a replica has one owner, so the squares are summed over ``pp, fsdp, cp, tp``.
+    By the storage rule every element of a replica has one owner, so the squares are summed over ``pp, fsdp, cp, tp``;
+    of a parameter that two stages share, one copy counts.
     """
-    counted = gradients(shards)
+    counted = gradients([s for s in shards if s.original])
     wide = torch.float64 if counted and counted[0].dtype == torch.float64 else torch.float32
     total = torch.zeros((), dtype=wide, device=mesh.device)
     if counted:

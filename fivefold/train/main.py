@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,8 +16,11 @@ from ..mesh.text import gather_text
 from ..observe.console import Console
 from ..observe.memory import oom_snapshot
 from ..observe.profile import Profiler, RangeRecorder
-from ..observe.recorder import NULL
+from ..observe.progress import Progress, progress_file
+from ..observe.recorder import NULL, Recorder, SpanRecorder
+from ..observe.spans import EventClock, Spans
 from ..recipes import save
+from ..schedule.plan import plan
 from .batch import Batches
 from .evaluate import Evaluation, evaluate
 from .report import Reporting
@@ -40,24 +44,34 @@ def run(config: RunConfig, recipe: str, run_dir: str) -> None:
     if config.train.deterministic:
         make_deterministic()
     process = join(config.comm, device)
-    recorder = RangeRecorder() if config.profile.every else NULL
-    mesh = Mesh(
-        config.dims, process.rank, device=process.device, recorder=recorder, timeout_s=config.comm.init_timeout_s
-    )
+    mesh = Mesh(config.dims, process.rank, device=process.device, recorder=_recorder(config, process.device),
+                timeout_s=config.comm.init_timeout_s, ends=plan(config).ends)  # fmt: skip
     folder = Path(gather_text(run_dir, mesh.world, mesh.device)[0])
     if process.rank == 0:  # after all have joined: a later rank would take its own folder for that of another run
         folder.mkdir(parents=True, exist_ok=True)
         save(folder / "config.json", recipe, config)
+    progress = Progress(progress_file(folder / "logs", process.rank) if process.world > 1 else None)
     with oom_snapshot(folder / "profile" / f"out-of-memory-rank{process.rank}.pickle"):
-        _train(config, mesh, folder)
+        _train(config, mesh, folder, progress)
+    progress.close()
     leave(process, config.comm.shutdown_timeout_s)
 
 
-def _train(config: RunConfig, mesh: Mesh, folder: Path) -> None:
+def _recorder(config: RunConfig, device: torch.device) -> Recorder:
+    """What the run needs recorded: collectives where it is profiled, the schedule's actions where there are stages."""
+    times = device.type != "cpu"
+    spans = Spans(EventClock(partial(torch.Event, device, enable_timing=True)) if times else None)
+    if config.profile.every:
+        return RangeRecorder(spans=spans)
+    return SpanRecorder(spans=spans) if config.dims.pp > 1 or config.metrics.timeline else NULL
+
+
+def _train(config: RunConfig, mesh: Mesh, folder: Path, progress: Progress) -> None:
     profiler = Profiler(folder / "profile", config.profile.every, config.profile.ranks, mesh.rank,
                         memory=config.profile.memory, device=mesh.device,
                         recorder=mesh.recorder if isinstance(mesh.recorder, RangeRecorder) else None)  # fmt: skip
-    state = build_state(config, mesh)
+    progress.at("building the model")
+    state = build_state(config, mesh, progress=progress)
     source = open_source(config)
     batches = Batches(source.training, config, mesh)
     with Console(config.train.steps, enabled=mesh.rank == 0) as console:
@@ -91,6 +105,7 @@ def _train(config: RunConfig, mesh: Mesh, folder: Path) -> None:
 def _step(state: TrainState, batches: Batches, reporting: Reporting, profiler: Profiler) -> None:
     """One step with what goes around it: data, garbage collection on the same step everywhere, metrics."""
     step = state.step + 1
+    state.run.progress.step(step)
     _collect_garbage(step, state.config.train.gc_every)
     with profiler.step(step):
         asked = time.perf_counter()
@@ -111,6 +126,7 @@ def _collect_garbage(step: int, every: int) -> None:
 
 
 def _evaluate(state: TrainState, source: Opened, reporting: Reporting) -> Evaluation:
+    state.run.progress.at("evaluation")
     found = evaluate(state, source.heldout)
     reporting.evaluation(state.step, found)
     return found

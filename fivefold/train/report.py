@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from ..config.optional import optional
 from ..config.run import RunConfig
-from ..mesh.collectives import max_values, sum_values
+from ..mesh.collectives import gather_values, max_values, sum_values
 from ..mesh.mesh import Mesh
 from ..observe.console import Console, quantity
 from ..observe.hardware import mfu, peak_flops
 from ..observe.memory import MemoryWatch
 from ..observe.metrics import JsonlReporter, Reporter, Reporters, WandbReporter
+from ..observe.spans import Span
 from ..observe.tensorboard import TensorBoardReporter
+from ..observe.timeline import busy_and_makespan, from_rows, to_rows, write_trace
 from .evaluate import Evaluation
 from .state import TrainState, precision
 from .step import StepStats
@@ -26,7 +28,7 @@ class Reporting:
     """Turns steps into metrics. All ranks take part, since peaks are maxima over ranks; rank 0 writes."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, folder: Path, console: Console) -> None:
-        self._config, self._mesh, self._console = config, mesh, console
+        self._config, self._mesh, self._folder, self._console = config, mesh, folder, console
         self._reporters = Reporters(_reporters(config, folder) if mesh.rank == 0 else [])
         self._memory = MemoryWatch(mesh.device)
         dtype = str(precision(config.train, mesh.device).compute).removeprefix("torch.")
@@ -45,7 +47,7 @@ class Reporting:
         dtypes = precision(config.train, mesh.device)
         self._console.header({
             "model": f"{quantity(total)} parameters, {quantity(self._flops)}FLOP a token forward and backward",
-            "layout": f"{mesh.dims} on {mesh.dims.world} {mesh.device.type} ranks, ZeRO {config.train.zero}",
+            "layout": f"{mesh.dims} on {mesh.dims.world} {mesh.device.type} ranks, ZeRO {config.zero}",
             "dtypes": ", ".join(f"{use} {_short(getattr(dtypes, use))}" for use in ("compute", "master", "reduce")),
             "batch": f"{config.data.batch_size} x {config.data.sequence_length} tokens a step, "
                      f"{config.train.microbatches} microbatches a data rank, {config.train.steps} steps",
@@ -63,20 +65,24 @@ class Reporting:
         if step % every and step not in (1, self._config.train.steps):
             self._console.step(step)
             return
-        values = self._values(state, stats)
+        spans = self._mesh.recorder.take_spans()
+        values = self._values(state, stats, spans)
         self._console.step(step, values)
         self._reporters.report(step, values)
+        if self._config.metrics.timeline:
+            self._timeline(step, spans, values)
         if warning := self._memory.warning():
             self._console.warn(warning)
         self._memory.reset()
         self.start(step)
 
-    def _values(self, state: TrainState, stats: StepStats) -> dict[str, object]:
+    def _values(self, state: TrainState, stats: StepStats, spans: Sequence[Span]) -> dict[str, object]:
         loss = stats.loss.item()  # waits for the device, so that the time below is the steps' own
         elapsed_s, steps = time.perf_counter() - self._since, max(1, state.step - self._last_step)
         rate = steps * self.tokens_per_step / elapsed_s
-        peaks = torch.tensor([*self._memory.values().values(), self._waited_s / elapsed_s], dtype=torch.float64)
-        *memory, wait = max_values(peaks.to(self._mesh.device), self._mesh.world).tolist()
+        own = [*self._memory.values().values(), self._waited_s / elapsed_s, *busy_and_makespan(spans)]
+        peaks = torch.tensor(own, dtype=torch.float64, device=self._mesh.device)
+        *memory, wait, busy_s, makespan_s = max_values(peaks, self._mesh.world).tolist()
         values: dict[str, object] = {
             "loss": loss,
             "grad_norm": stats.grad_norm,
@@ -91,12 +97,21 @@ class Reporting:
             "largest_rank_loss": stats.largest_rank_loss.item(),
             **dict(zip(self._memory.values(), memory, strict=True)),
         }
+        if self._mesh.pp.size > 1 and makespan_s:
+            values["bubble"] = 1 - busy_s / makespan_s
         if stats.load.counts:
             values |= {"expert_load": stats.load.imbalance(), "balance_loss": stats.load.balance_loss.item(),
                        "z_loss": stats.load.z_loss.item()}  # fmt: skip
         if self._config.metrics.norms:
             values |= parameter_norms(state)
         return values
+
+    def _timeline(self, step: int, spans: Sequence[Span], values: Mapping[str, object]) -> None:
+        """Write the step's trace: the ``pp`` ranks of the first data rank."""
+        ranks = gather_spans(spans, self._mesh)
+        if self._mesh.rank == 0:
+            facts = {"layout": str(self._mesh.dims), "bubble": values.get("bubble")}
+            write_trace(self._folder / "timeline" / f"step{step}.json", ranks, step=step, **facts)
 
     def evaluation(self, step: int, found: Evaluation) -> None:
         """Report an evaluation."""
@@ -117,11 +132,21 @@ class Reporting:
         self._console.close()
 
 
+def gather_spans(spans: Sequence[Span], mesh: Mesh) -> list[list[Span]]:
+    """The spans of every rank of this ``pp`` axis, by place on it, in seconds since each one's step began."""
+    numbers = to_rows(spans)
+    rows = torch.tensor(numbers, dtype=torch.float64).view(len(numbers), 5)
+    most = int(max_values(torch.tensor([float(len(rows))], device=mesh.device), mesh.pp).item())
+    padded = rows.new_full((most, 5), -1.0)
+    padded[: len(rows)] = rows
+    return [from_rows(rank) for rank in gather_values(padded.to(mesh.device), mesh.pp).tolist()]
+
+
 def parameter_norms(state: TrainState) -> dict[str, object]:
     """Gradient (after clipping) and weight norm of every parameter."""
     names = {name: i for i, name in enumerate(state.shapes)}
     squares = torch.zeros(2, len(names), dtype=torch.float64, device=state.mesh.device)
-    for s in state.shards:
+    for s in (s for s in state.shards if s.original):
         if s.value.grad is not None:
             squares[0, names[s.piece.name]] += s.value.grad.double().square().sum()
         squares[1, names[s.piece.name]] += s.piece.data.double().square().sum()

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..mesh.assemble import assemble
-from .state import TrainState
+from .balance import routing_biases
+from .state import TrainState, precision
 
 FILE_BYTES = 4 * 2**30
 """Bytes of weights in one file, at most, unless one parameter is larger."""
@@ -21,12 +22,14 @@ def save_weights(state: TrainState, folder: Path) -> None:
     ``model.safetensors.index.json`` names each tensor's file, as in the Hugging Face layout.
     """
     writer = _Writer(folder) if state.mesh.rank == 0 else None
-    for name, whole in assemble([s.piece for s in state.shards], state.shapes, state.mesh):
+    pieces = [s.piece for s in state.shards if s.original]
+    master = precision(state.config.train, state.mesh.device).master
+    for name, whole in assemble(pieces, state.shapes, state.mesh, master):
         if writer:
             writer.add(name, whole.cpu())
-    for name, moe in state.experts.items():
+    for name, bias in routing_biases(state.experts, state.expert_layers, state.mesh).items():
         if writer:
-            writer.add(f"{name}.bias", moe.bias.cpu())
+            writer.add(f"{name}.bias", bias.cpu())
     if writer:
         writer.close()
 

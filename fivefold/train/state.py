@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,17 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config.errors import ConfigError
 from ..config.parts import TrainConfig
 from ..config.run import RunConfig
 from ..layers.moe import MoE
 from ..mesh.mesh import Mesh
-from ..mesh.parameter import spec_of
 from ..mesh.run import Run
+from ..mesh.text import gather_text
 from ..models.builder import build_parts
-from ..schedule.table import accumulate
+from ..observe.progress import Progress
+from ..schedule.plan import Plan, plan
 from ..wrap.buffer import Precision, Shard
 from ..wrap.compile import compiled
 from ..wrap.data import Call, Stage, Watch
+from ..wrap.entries import Entries, collect
 from ..wrap.pipeline import Executor
 from ..wrap.recompute import SaveList, chosen, recompute
 from .optimizer import build_optimizer
@@ -40,8 +44,10 @@ class TrainState:
     optimizer: torch.optim.Optimizer | None
     experts: dict[str, MoE]
     """This rank's expert layers by name."""
+    expert_layers: dict[str, int]
+    """Experts of every expert layer of the model, by name, in one order on all ranks."""
     shapes: dict[str, tuple[int, ...]]
-    """Whole shape of every parameter, by name."""
+    """Whole shape of every parameter of the model, by name, in one order on all ranks."""
     step: int = 0
     """Optimizer steps done."""
     targets: int = 0
@@ -60,31 +66,72 @@ def precision(train: TrainConfig, device: torch.device) -> Precision:
     return Precision(master=getattr(torch, master), compute=getattr(torch, compute), reduce=getattr(torch, reduce))
 
 
-def build_state(config: RunConfig, mesh: Mesh, watch: Watch | None = None) -> TrainState:
+def build_state(config: RunConfig, mesh: Mesh, watch: Watch | None = None, progress: Progress | None = None) -> TrainState:
     """Build this rank's parts of the model, give them storage and initial values, and wrap them.
 
     Args:
         watch: is shown every part's output; see :class:`~fivefold.wrap.data.Stage`.
+        progress: where the rank says what it is at.
+
+    Raises:
+        ConfigError: if the model ties parameters of stages that are neither the first nor the last.
     """
-    run = Run(mesh)
-    dtypes = precision(config.train, mesh.device)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.train.seed)  # plain modules draw their own first values: the same on every rank
-        parts = build_parts(run, config.model)
-    named = [(f"{part}.{name}", p) for part, module in parts.items() for name, p in module.named_parameters()]
-    shapes = {name: spec_of(p).global_shape for name, p in named}
-    stage = Stage(parts, run, zero=config.train.zero, precision=dtypes, seed=config.train.seed,
-                  small=config.train.small_buffer, calls=_calls(parts, run, config.train), watch=watch)  # fmt: skip
-    stages = {0: stage}
-    experts = {f"{part}.{name}".rstrip("."): m for part, module in parts.items()
-               for name, m in module.named_modules() if isinstance(m, MoE)}  # fmt: skip
+    pipeline = plan(config)
+    run = Run(mesh, progress=progress or Progress())
+    parts = build_parts(run, config.model, pipeline.names(mesh.pp.rank), config.train.seed,
+                        layout_free=config.model.part_costs(config.data.sequence_length) is not None)  # fmt: skip
+    entries = collect(parts, run)
+    shapes, layers = _whole_model(parts, entries, mesh)
+    stages = _stages(pipeline, parts, entries, run, config, watch)
+    experts = _experts(parts)
     shards = [s for stage in stages.values() for s in stage.shards]
-    return TrainState(config, mesh, run, stages, Executor(accumulate(config.train.microbatches), stages, run), shards,
-                      build_optimizer(shards, config.optim), experts, shapes)  # fmt: skip
+    return TrainState(config, mesh, run, stages, Executor(pipeline.table, stages, run), shards,
+                      build_optimizer(shards, config.optim), experts, layers, shapes)  # fmt: skip
 
 
-def _calls(parts: dict[str, nn.Module], run: Run, train: TrainConfig) -> dict[str, Call]:
+def _stages(pipeline: Plan, parts: dict[str, nn.Module], entries: Entries, run: Run, config: RunConfig,
+            watch: Watch | None) -> dict[int, Stage]:  # fmt: skip
+    """This rank's stages, each around its own of ``parts``."""
+    train, mesh = config.train, run.mesh
+    calls = _calls(parts, run, config)
+    stages: dict[int, Stage] = {}
+    for stage in pipeline.stages(mesh.pp.rank):
+        names = list(parts) if pipeline.parts is None else pipeline.parts[stage]
+        stages[stage] = Stage({name: parts[name] for name in names}, run, zero=config.zero,
+                              precision=precision(train, mesh.device), seed=train.seed, small=train.small_buffer,
+                              calls=calls, watch=watch, entries=entries, earlier=list(stages.values()))  # fmt: skip
+    return stages
+
+
+def _experts(parts: dict[str, nn.Module]) -> dict[str, MoE]:
+    return {f"{part}.{name}".rstrip("."): m for part, module in parts.items()
+            for name, m in module.named_modules() if isinstance(m, MoE)}  # fmt: skip
+
+
+def _whole_model(parts: dict[str, nn.Module], entries: Entries,
+                 mesh: Mesh) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:  # fmt: skip
+    """The shape of every parameter, and the number of experts of every expert layer, on all stages.
+
+    Raises:
+        ConfigError: if parameters are tied that ``mesh.tie`` does not join.
+    """
+    held = [e for groups in entries.groups.values() for group in groups.values() for e in group]
+    own = {"shapes": {e.name: list(e.spec.global_shape) for e in held},
+           "experts": {name: moe.config.n_experts for name, moe in _experts(parts).items()},
+           "tied": sorted({e.name for e in held if e.spec.tied}), "tie": mesh.tie.size}  # fmt: skip
+    every = [json.loads(text) for text in gather_text(json.dumps(own), mesh.pp, mesh.device)]
+    for name in {name for one in every for name in one["tied"]}:
+        holders = [place for place, one in enumerate(every) if name in one["tied"]]
+        if len(holders) > 1 and any(every[place]["tie"] == 1 for place in holders):
+            raise ConfigError([f"the model ties {name} on pp ranks {holders}, of which not all hold the first or the "
+                               "last stage. Tie parameters of these two alone, or use pp=1."])  # fmt: skip
+    shapes = {name: tuple(shape) for one in every for name, shape in one["shapes"].items()}
+    return shapes, {name: n for one in every for name, n in one["experts"].items()}
+
+
+def _calls(parts: dict[str, nn.Module], run: Run, config: RunConfig) -> dict[str, Call]:
     """How each part is run: compiled, recomputed, or as it is."""
+    train = config.train
     calls: dict[str, Call] = {}
     policy = SaveList if train.recompute == "ops" else None
     blocks = [name for name in parts if getattr(parts[name], "recomputes", True)]

@@ -47,7 +47,7 @@ def train_step(state: TrainState, batch: Batch) -> StepStats:
 
     share = state.executor.step(batch.microbatches)
     loss = sum_values(share, mesh.join("pp", "ddp", "fsdp", "cp"))
-    largest = max_values(share, mesh.join("ddp", "fsdp")) * mesh.dims.data
+    largest = max_values(share, mesh.join("pp", "ddp", "fsdp")) * mesh.dims.data
 
     norm = gradient_norm(state.shards, mesh).item()
     refuse_non_finite(state.shards, norm, step, lr, mesh)
@@ -56,7 +56,7 @@ def train_step(state: TrainState, batch: Batch) -> StepStats:
         for group in state.optimizer.param_groups:
             group["lr"] = lr
         state.optimizer.step()
-    load = update_balance(state.experts, mesh)
+    load = update_balance(state.experts, state.expert_layers, mesh)
 
     state.step = step
     state.targets += int(batch.n_targets)

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from ..mesh import transport
 from ..mesh.axis import Axis
 from ..mesh.init import initial_values
-from ..mesh.parameter import ParamSpec, attach, spec_of
+from ..mesh.parameter import ParamSpec, attach
 from ..mesh.pieces import Piece, clipped
 from .arrange import arrange
+from .entries import Entry
 from .streams import Streams
 
 
@@ -36,20 +37,6 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A parameter as a module declares it."""
-
-    module: nn.Module
-    attribute: str
-    name: str
-    parameter: nn.Parameter
-
-    @property
-    def spec(self) -> ParamSpec:
-        return spec_of(self.parameter)
-
-
-@dataclass(frozen=True)
 class Shard:
     """What the optimizer sees of one parameter: rows this rank stores, as a parameter with a gradient."""
 
@@ -59,6 +46,8 @@ class Shard:
     spec: ParamSpec
     at: slice
     """Where the rows lie in the buffer's shard."""
+    original: bool = True
+    """Whether they count: of a parameter that two stages share, one copy does."""
 
 
 class Buffer:
@@ -73,18 +62,19 @@ class Buffer:
         device: where the buffer lives.
         streams: where its collectives run.
         unit: whose parameters these are, for the record.
+        tie: the other rank that holds the same parameters, on another stage.
     """
 
     def __init__(self, entries: list[Entry], axis: Axis, ddp: Axis, precision: Precision, seed: int,
-                 device: torch.device, streams: Streams, unit: str) -> None:  # fmt: skip
-        self._unit = unit
+                 device: torch.device, streams: Streams, unit: str, tie: Axis) -> None:  # fmt: skip
+        self._unit, self.tie = unit, tie
         self.axis, self.ddp, self.precision, self.streams = axis, ddp, precision, streams
         self.trainable = entries[0].parameter.requires_grad
         self.compute = entries[0].spec.dtype or precision.compute
         self.arrangement = arrange(sizes_of(entries), axis.size)
         n, self.per_rank = axis.size, self.arrangement.shard
         self.stored_as_used = n == 1 and self.compute == precision.master
-        self.in_place = self.stored_as_used and ddp.size == 1
+        self.in_place = self.stored_as_used and ddp.size == tie.size == 1
         """Whether gradients need no flat copy: nothing is summed over ranks, so they stay where autograd puts them."""
         self.shard = torch.zeros(self.per_rank, dtype=precision.master, device=device)
         self.grad = None if self.in_place or not self.trainable else torch.zeros_like(self.shard)
@@ -118,7 +108,8 @@ class Buffer:
         data = torch.empty(0, dtype=self.compute, device=self.full.device)
         data.set_(self._storage, offset, old.shape)  # type: ignore[call-overload]
         p = attach(nn.Parameter(data, requires_grad=old.requires_grad), entry.spec)
-        setattr(entry.module, entry.attribute, p)
+        for module, attribute in entry.uses:
+            setattr(module, attribute, p)
         if self.grad is not None:
             p.register_post_accumulate_grad_hook(partial(self._take, index=index))
         return p
@@ -136,14 +127,14 @@ class Buffer:
             at = slice(start + offset - low, stop + offset - low)
             piece = Piece(entry.name, spec.global_shape, spec.offset, block, start, stop, self.shard[at])
             self._fill(piece, entry, seed)
-            self.shards.append(Shard(piece, nn.Parameter(piece.data, requires_grad=self.trainable), spec, at))
+            self.shards.append(Shard(piece, nn.Parameter(piece.data, requires_grad=self.trainable), spec, at,
+                                     entry.original))  # fmt: skip
             self._stored.append(p)
 
     def _fill(self, piece: Piece, entry: Entry, seed: int) -> None:
         """Initial values: the spec's, or those a plain module came with."""
         if entry.parameter.is_meta:
-            name = entry.spec.init_name or entry.name
-            piece.data.copy_(initial_values(entry.spec.init, seed, name, piece.place()))
+            piece.data.copy_(initial_values(entry.spec.init, seed, entry.name, piece.place()))
         else:
             piece.data.copy_(entry.parameter.detach().reshape(-1)[piece.start : piece.stop])
 
@@ -200,6 +191,16 @@ class Buffer:
         else:
             to.copy_(gradient)
             self._written.add(index)
+
+    def deposit(self, index: int, gradient: Tensor) -> None:
+        """Take a gradient of parameter ``index`` that did not come through autograd, as if it had."""
+        p = self.params[index]
+        if not self.in_place:
+            self.add(index, gradient)
+        elif p.grad is None:
+            p.grad = gradient
+        else:
+            p.grad.add_(gradient)
 
     def _empty_flat(self) -> Tensor:
         return torch.empty(self.axis.size * self.per_rank, dtype=self.precision.master, device=self.full.device)
@@ -266,8 +267,17 @@ class Buffer:
                     if total is not self.grad:
                         self.grad.copy_(total)
                 self._replicating = None
+            self._sum_ties()
             self._publish()
         self.reshard()
+
+    def _sum_ties(self) -> None:
+        """Add the gradient that the other stage of a shared parameter has found."""
+        if self.tie.size > 1 and self.grad is not None:
+            with self.streams.reduce(), self.axis.recorder.at(module=self._unit, phase="reduce"):
+                total = transport.all_reduce(self.grad.to(self.precision.reduce), self.tie).wait()
+                if total is not self.grad:
+                    self.grad.copy_(total)
 
     def _publish(self) -> None:
         for s, p in zip(self.shards, self._stored, strict=True):

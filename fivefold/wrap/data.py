@@ -13,8 +13,10 @@ ZeRO   parameters are gathered         gradients are reduced
 =====  ==============================  =============================
 
 A part is any module called as ``part(x, microbatch)``. It may say more of itself: ``prepare(microbatch)`` is called
-before it; ``backward_uses_parameters = False`` spares a gather; ``uses_parameters_of`` names earlier parts whose
-parameters it uses too; ``recomputes = False`` takes it out of recompute.
+before it; ``backward_uses_parameters = False`` spares a gather; ``recomputes = False`` takes it out of recompute.
+
+Where a schedule splits backward, the input gradient (I) reduces nothing: a unit is reduced when the last of its weight
+gradients (W) is done.
 
 Optimizer state is always sharded.
 
@@ -23,24 +25,25 @@ Source: Rajbhandari et al. 2020, arXiv 1910.02054; Zhao et al. 2023, arXiv 2304.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from ..mesh.axis import Axis
-from ..mesh.parameter import spec_of
 from ..mesh.run import Run
-from .buffer import Buffer, Entry, Precision, Shard
+from ..ops.linear import WeightGradQueue
+from .buffer import Buffer, Precision, Shard
+from .entries import Entries, Entry, Key, collect
 from .streams import Streams
 
 Call = Callable[[Tensor | None, Any], Tensor]
 """A part as it is run: ``(x, microbatch) -> x``, or the loss."""
 Watch = Callable[[str, Tensor], None]
 """Sees a part's name and output."""
-Key = tuple[Axis, bool, bool, torch.dtype | None]
-"""What parameters in one buffer have in common: storage axis, tied, trainable, own compute dtype."""
 
 
 class _Announce(torch.autograd.Function):
@@ -71,22 +74,6 @@ def _tensor(x: object, part: str) -> Tensor:
     if not isinstance(x, Tensor):
         raise TypeError(f"part {part!r} returned a {type(x).__name__}. Return a tensor: the next part's x, or the loss")
     return x
-
-
-def group_entries(name: str, part: nn.Module, run: Run) -> dict[Key, list[Entry]]:
-    """The parameters of a part, by what decides their buffer."""
-    groups: dict[Key, list[Entry]] = {}
-    seen: set[int] = set()
-    for prefix, module in part.named_modules():
-        for attribute, p in module._parameters.items():
-            if p is None or id(p) in seen:
-                continue
-            seen.add(id(p))
-            spec = spec_of(p)
-            full_name = ".".join(w for w in (name, prefix, attribute) if w)
-            key = (spec.storage_axis(run.mesh), spec.tied, p.requires_grad, spec.dtype)
-            groups.setdefault(key, []).append(Entry(module, attribute, full_name, p))
-    return groups
 
 
 class Unit:
@@ -130,51 +117,74 @@ class Stage:
         small: parameter sets of fewer elements share one buffer, gathered and reduced once a step.
         calls: how each part is run, where it is not just called (recompute, compile).
         watch: is shown every part's output, by name, as it leaves the part.
+        entries: the parameters of all parts of this rank; None where this is its only stage.
+        earlier: this rank's stages before this one, whose parameters its parts may use too.
     """
 
     def __init__(self, parts: Mapping[str, nn.Module], run: Run, *, zero: int = 3, precision: Precision | None = None,
-                 seed: int = 0, small: int = 0, calls: Mapping[str, Call] | None = None,
-                 watch: Watch | None = None) -> None:  # fmt: skip
+                 seed: int = 0, small: int = 0, calls: Mapping[str, Call] | None = None, watch: Watch | None = None,
+                 entries: Entries | None = None, earlier: Sequence[Stage] = ()) -> None:  # fmt: skip
         self._watch = watch
+        entries = entries or collect(parts, run)
         self.run, self.zero, self.parts = run, zero, dict(parts)
         self._streams = Streams(run.mesh.device)
         self._precision, self._seed = precision or Precision(), seed
         shared: dict[Key, list[Entry]] = {}
         self.units: list[Unit] = []
-        for name, part in parts.items():
-            groups = group_entries(name, part, run)
+        for name, part in self.parts.items():
+            groups = dict(entries.groups[name])
             for key in [k for k, e in groups.items() if not k[1] and sum(x.parameter.numel() for x in e) < small]:
                 shared.setdefault(key, []).extend(groups.pop(key))
             call = (calls or {}).get(name, part)
             needs = getattr(part, "backward_uses_parameters", True)
             self.units.append(Unit(name, call, self._buffers(name, groups), backward_uses_parameters=needs))
         self._shared = Unit("small", None, self._buffers("small", shared), keep=True)
-        self._keep_what_is_used_twice()
-        self.last_backward = False
-        """Set by the executor around the backward that completes this stage's gradients in a step."""
+        self._borrowed = self._keep_what_is_used_twice(entries, earlier)
+        self._places = self._place_parameters(earlier)
+        self._last = self._waits = False
 
     def _buffers(self, unit: str, groups: Mapping[Key, list[Entry]]) -> list[Buffer]:
         mesh = self.run.mesh
         return [
-            Buffer(entries, key[0], mesh.ddp, self._precision, self._seed, mesh.device, self._streams, unit)
+            Buffer(entries, key[0], mesh.ddp, self._precision, self._seed, mesh.device, self._streams, unit,
+                   mesh.tie if key[1] else Axis("none"))
             for key, entries in groups.items()
-        ]
+        ]  # fmt: skip
 
-    def _keep_what_is_used_twice(self) -> None:
-        """A part that uses another's parameter (a head tied to the embedding of the same stage) keeps it gathered."""
-        by_name = {u.name: u for u in self.units}
-        for unit in self.units:
-            for name in getattr(self.parts[unit.name], "uses_parameters_of", ()):
-                by_name[name].keep = True
+    def _keep_what_is_used_twice(self, entries: Entries, earlier: Sequence[Stage]) -> list[Unit]:
+        """The units whose parameters this stage's parts use beside their own owner: they stay gathered all step."""
+        by_name = {u.name: u for stage in (*earlier, self) for u in stage.units}
+        borrowed = [by_name[owner] for name in self.parts for owner in entries.borrowed.get(name, ())]
+        for unit in borrowed:
+            unit.keep = True
+        return borrowed
+
+    def _place_parameters(self, earlier: Sequence[Stage]) -> dict[int, tuple[Unit, Buffer, int]]:
+        """Where each parameter that this stage's parts may use is stored, by identity."""
+        return {
+            id(p): (unit, buffer, i)
+            for stage in (*earlier, self)
+            for unit in (*stage.units, stage._shared)
+            for buffer in unit.buffers
+            for i, p in enumerate(buffer.params)
+        }
 
     # ---- one microbatch ---------------------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor | None, microbatch: Any) -> Tensor:
+    def prefetch(self, *, backward: bool) -> None:
+        """Start gathering what the next forward, or backward, of this stage needs first."""
+        unit = self.units[-1 if backward else 0]
+        if unit.backward_uses_parameters or not backward:
+            unit.prefetch()
+
+    def forward(self, x: Tensor | None, microbatch: Any, *, backward_follows: bool = True) -> Tensor:
         """Run the parts in order: the activation of the next stage, or the loss, or logits.
 
-        The last unit stays gathered where a backward can follow at once.
+        Args:
+            backward_follows: whether this rank does a backward of this stage next: the last unit stays gathered.
         """
-        self._shared.unshard()
+        for unit in (self._shared, *self._borrowed):
+            unit.unshard()
         last = len(self.units) - 1
         for i, unit in enumerate(self.units):
             if x is not None:
@@ -189,11 +199,27 @@ class Stage:
                 x = _tensor(unit.call(x, microbatch), unit.name)
             if self._watch is not None:
                 self._watch(unit.name, x)
-            if self.zero == 3 and not unit.keep and not (i == last and torch.is_grad_enabled()):
+            if self.zero == 3 and not unit.keep and not (i == last and backward_follows and torch.is_grad_enabled()):
                 unit.reshard()
             x = announce(x, lambda i=i: self._before_backward(i))
         assert x is not None
         return x
+
+    def backward(self, y: GradientEdge | None, gradient: Tensor, *, last: bool = False, waits: bool = False) -> None:
+        """Backward of one microbatch from its output ``y``, and the reductions that it completes.
+
+        Args:
+            y: None where nothing before it needs a gradient.
+            last: whether it completes this stage's gradients in a step.
+            waits: whether its weight gradients are left for :meth:`weight_gradients`.
+        """
+        self._last, self._waits = last, waits
+        if y is not None:
+            torch.autograd.backward(y, gradient)
+        for i in reversed(range(len(self.units))):  # units whose end no gradient passed, such as the first one's
+            if self.units[i].due:
+                self._after_backward(i)
+        self._last = self._waits = False
 
     def _before_backward(self, i: int) -> None:
         unit = self.units[i]
@@ -206,18 +232,31 @@ class Stage:
     def _after_backward(self, i: int) -> None:
         unit = self.units[i]
         unit.due = False
-        if unit.keep:
-            return
-        if self.zero == 3:
+        if self.zero == 3 and not unit.keep:
             unit.reshard()
-        if self.zero > 1 or self.last_backward:
-            unit.reduce(last=self.last_backward)
+        if not self._waits:
+            self._reduce(unit, self._last)
 
-    def end_backward(self) -> None:
-        """After a microbatch's backward: finish the units whose end no gradient passed, such as the first one's."""
-        for i in reversed(range(len(self.units))):
-            if self.units[i].due:
-                self._after_backward(i)
+    def _reduce(self, unit: Unit, last: bool) -> None:
+        if not unit.keep and (self.zero > 1 or last):
+            unit.reduce(last=last)
+
+    def weight_gradients(self, waiting: WeightGradQueue, *, last: bool = False) -> None:
+        """The weight gradients that a backward left ``waiting``; a unit is reduced once its last one is done.
+
+        Args:
+            last: whether they complete this stage's gradients in a step.
+        """
+        left = Counter(id(self._places[id(p)][0]) for p in waiting.parameters())
+        for unit in self.units:
+            if not left[id(unit)]:
+                self._reduce(unit, last)
+        for p, gradient in waiting.run():
+            unit, buffer, index = self._places[id(p)]
+            buffer.deposit(index, gradient)
+            left[id(unit)] -= 1
+            if not left[id(unit)] and unit in self.units:
+                self._reduce(unit, last)
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 

@@ -1,19 +1,96 @@
-"""The executor: runs this rank's actions of a schedule's table, in order.
+"""The executor: runs this rank's actions of a schedule's table, in order, with the messages they imply.
 
 Gradient accumulation on one rank is the table of one stage, run by the same code as any pipeline.
+
+Messages are posted in the one global order that :mod:`fivefold.schedule.messages` derives and proves free of deadlock
+on channels that keep order and buffer nothing. A receive is posted some actions before it is needed, so that it travels
+meanwhile, and waited for by the action that uses it. A send is posted right after the action that produced it; to give
+its memory back, the executor waits for a send only when two later ones follow it to the same rank, and that wait is
+safe for the same reason: what is waited for comes earlier in the global order than anything this rank has not posted.
+
+Activations and gradients travel on channels of their own, so that neither queues behind the other.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..mesh import p2p
+from ..mesh.axis import Axis
 from ..mesh.run import Run
-from ..schedule.table import Action, Table, last_backwards
+from ..mesh.transport import Handle
+from ..ops.linear import WeightGradQueue
+from ..schedule.messages import Message, Receive, Send, lower
+from ..schedule.table import Action, Table, last_backwards, needs, owners, split_backwards
 from .data import Stage
+
+OPEN_SENDS = 2
+"""Sends of one kind to one rank that may be under way at once."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+MAX_DIMS = 8
+"""Of an activation that travels."""
+
+
+Form = tuple[torch.Size, torch.dtype]
+"""What an activation is like."""
+
+
+class MessageError(RuntimeError):
+    """A message that did not come, or was not taken: the other rank is gone or stuck."""
+
+
+@dataclass
+class _Step:
+    """What one pass over the table holds between its actions."""
+
+    microbatches: Sequence[Any]
+    loss: Tensor
+    """Of one dtype on every rank, whatever the last stage computes in: it is summed over them."""
+    results: dict[Action, Tensor] = field(default_factory=dict)
+    """What an action produced, until its consumer on this rank or its message takes it."""
+    arriving: dict[Action, tuple[Handle, Message]] = field(default_factory=dict)
+    """Receives under way, by producer."""
+    sends: dict[tuple[int, bool], deque[tuple[Handle, Message]]] = field(default_factory=dict)
+    """Sends under way, by target and whether they are gradients."""
+    inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], GradientEdge | None] = field(default_factory=dict)
+    """Where backward begins, without holding the output itself; None where no gradient is needed."""
+    forms: dict[tuple[int, int], Form] = field(default_factory=dict)
+    """What each output was like, and so what its gradient is like."""
+    waiting: dict[tuple[int, int], WeightGradQueue] = field(default_factory=dict)
+    """Weight gradients between I and W."""
+
+
+class _Program:
+    """What a rank needs to know of a table: its own column, with the messages, and what follows from the rest."""
+
+    def __init__(self, table: Table, rank: int) -> None:
+        order = table[rank]
+        self.items = lower(table)[rank]
+        self.owners, self.split, self.last = owners(table), split_backwards(table), last_backwards(order)
+        self.backward_follows = {
+            a for a, b in pairwise(order) if a.kind == "F" and a.stage == b.stage and b.kind in "BI"
+        }
+
+    def source(self, action: Action) -> Action | None:
+        """The action of a neighbouring stage whose result ``action`` uses."""
+        of = needs(action, len(self.owners), self.split)
+        return next((a for a in of if a.stage != action.stage), None)
+
+
+def forwards(owner: Sequence[int], microbatches: int) -> Table:
+    """The table of an evaluation: every microbatch through a rank's first stage, then through its next."""
+    return [[Action("F", stage, m) for stage, o in enumerate(owner) if o == rank for m in range(microbatches)]
+            for rank in range(1 + max(owner))]  # fmt: skip
 
 
 class Executor:
@@ -26,45 +103,210 @@ class Executor:
     """
 
     def __init__(self, table: Table, stages: dict[int, Stage], run: Run) -> None:
-        self.order, self.stages, self.run = table[run.mesh.pp.rank], stages, run
-        self.n_stages = 1 + max(a.stage for order in table for a in order)
-        self._last = last_backwards(self.order)
+        self.stages, self.run = stages, run
+        self._queue = WeightGradQueue()
+        self._announced: set[object] = set()
+        self._forms: dict[object, Form] = {}
+        self._evaluations: dict[int, _Program] = {}
+        self.use(table)
+
+    def use(self, table: Table) -> None:
+        """Run ``table`` from now on; it leaves every stage where it is."""
+        self.table = table
+        self._program = _Program(table, self.run.mesh.pp.rank)
+
+    @property
+    def n_stages(self) -> int:
+        return len(self._program.owners)
 
     def step(self, microbatches: Sequence[Any]) -> Tensor:
         """Forward and backward of every microbatch; gradients end up summed over their data axes.
 
         Returns:
-            The sum of this rank's losses, 0 where another rank holds the last stage. P over ddp, fsdp, cp; I over tp.
+            The sum of this rank's losses, 0 where another rank holds the last stage. P over pp, ddp, fsdp, cp; I over
+            tp.
+
+        Raises:
+            MessageError: if another rank of the pipeline is gone, or does not come within the time limit.
         """
         for stage in self.stages.values():
             stage.begin()
-        loss = torch.zeros((), device=self.run.mesh.device, dtype=torch.float32)
-        held: dict[tuple[int, int], Tensor] = {}
-        for action in self.order:
-            stage = self.stages[action.stage]
-            with self.run.recorder.at(stage=action.stage, microbatch=action.microbatch):
-                if action.kind == "F":
-                    y = stage.forward(None, microbatches[action.microbatch])
-                    held[action.stage, action.microbatch] = y
-                    loss = loss + y.detach()
-                else:
-                    self._backward(action, stage, held.pop((action.stage, action.microbatch)))
+        with self.run.recorder.span("step", -1, -1):
+            step = self._play(self._program, microbatches)
+        self.run.progress.at("gradient sums")
         for stage in self.stages.values():
             stage.finish()
-        return loss
-
-    def _backward(self, action: Action, stage: Stage, y: Tensor) -> None:
-        stage.last_backward = action in self._last
-        with self.run.recorder.at(phase="backward"):
-            y.backward()
-            stage.end_backward()
-        stage.last_backward = False
+        return step.loss
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
         """The sum of this rank's losses without backward, gathered parameters kept between microbatches."""
-        loss = torch.zeros((), device=self.run.mesh.device, dtype=torch.float32)
-        for stage in self.stages.values():
-            for microbatch in microbatches:
-                loss = loss + stage.forward(None, microbatch)
-        return loss
+        n = len(microbatches)
+        if n not in self._evaluations:
+            table = forwards(self._program.owners, n)
+            self._evaluations[n] = _Program(table, self.run.mesh.pp.rank)
+        return self._play(self._evaluations[n], microbatches).loss
+
+    # ---- one pass over a table --------------------------------------------------------------------------------------
+
+    def _play(self, program: _Program, microbatches: Sequence[Any]) -> _Step:
+        step = _Step(microbatches, torch.zeros((), device=self.run.mesh.device, dtype=torch.float64))
+        for item in program.items:
+            if isinstance(item, Send):
+                self._send(step, item.message)
+            elif isinstance(item, Receive):
+                self._receive(step, item.message)
+            else:
+                self.run.progress.at(str(item))
+                with self.run.recorder.at(stage=item.stage, microbatch=item.microbatch):
+                    self._act(step, program, item)
+        for sends in step.sends.values():
+            while sends:
+                self._wait(*sends.popleft())
+        assert not step.results, f"nobody took {', '.join(map(str, step.results))}"
+        return step
+
+    def _act(self, step: _Step, program: _Program, action: Action) -> None:
+        stage = self.stages[action.stage]
+        if action.kind == "W":
+            waiting = step.waiting.pop(action[1:])
+            with self._at(action):
+                stage.weight_gradients(waiting, last=action in program.last)
+            return
+        stage.prefetch(backward=action.kind != "F")  # it is gathered while the message comes
+        given = self._take(step, program.source(action))
+        with self._at(action):
+            if action.kind == "F":
+                self._forward(step, program, action, stage, given)
+            else:
+                self._backward(step, program, action, stage, given)
+
+    def _at(self, action: Action) -> AbstractContextManager[None]:
+        return self.run.recorder.span(*action)
+
+    def _forward(self, step: _Step, program: _Program, action: Action, stage: Stage, x: Tensor | None) -> None:
+        grads = torch.is_grad_enabled()
+        if x is not None and grads:
+            step.inputs[action[1:]] = x.requires_grad_()
+        with self._deferring(action[1:] in program.split):
+            y = stage.forward(x, step.microbatches[action.microbatch],
+                              backward_follows=action in program.backward_follows)  # fmt: skip
+        step.forms[action[1:]] = y.shape, y.dtype
+        if grads:
+            step.outputs[action[1:]] = get_gradient_edge(y) if y.requires_grad else None
+        if action.stage + 1 == len(program.owners):
+            step.loss += y.detach()
+        else:
+            step.results[action] = y.detach()
+
+    def _backward(self, step: _Step, program: _Program, action: Action, stage: Stage, gradient: Tensor | None) -> None:
+        at, waits = action[1:], action.kind == "I"
+        y, (shape, dtype) = step.outputs.pop(at), step.forms.pop(at)
+        if gradient is None:  # of the loss
+            gradient = torch.ones(shape, dtype=dtype, device=self.run.mesh.device)
+        with self._deferring(waits), self.run.recorder.at(phase="backward"):
+            stage.backward(y, gradient, last=action in program.last, waits=waits)
+        if waits:
+            step.waiting[at] = self._queue.pop_all()
+        if action.stage:
+            x = step.inputs.pop(at)
+            step.results[action] = torch.zeros_like(x) if x.grad is None else x.grad
+
+    def _deferring(self, waits: bool) -> AbstractContextManager[None]:
+        """Let weight gradients wait in this rank's queue while the block runs, if they are to."""
+        return self.run.deferring(self._queue) if waits else nullcontext()
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    def _take(self, step: _Step, producer: Action | None) -> Tensor | None:
+        """What ``producer`` made: already here, or on its way; None if the action needs nothing of its neighbours."""
+        if producer is None:
+            return None
+        if producer in step.results:
+            return step.results.pop(producer)
+        return self._wait(*step.arriving.pop(producer))
+
+    def _wait(self, handle: Handle, message: Message) -> Tensor:
+        """The message's tensor, once it is there, or was taken.
+
+        Raises:
+            MessageError: if that does not happen.
+        """
+        sends = message.source == self.run.mesh.pp.rank
+        action = message.producer if sends else message.consumer
+        try:
+            with self.run.recorder.span("wait", action.stage, action.microbatch):
+                return handle.wait()
+        except RuntimeError as error:
+            ranks = self.run.mesh.pp.ranks
+            if sends:
+                waited = f"for rank {ranks[message.target]} to take {message.producer}'s result"
+            else:
+                what = "the activation" if message.producer.kind == "F" else "the gradient"
+                waited = f"at {message.consumer} for {what} from {message.producer} of rank {ranks[message.source]}"
+            raise MessageError(f"rank {self.run.mesh.rank} waited {waited}: {error}") from error
+
+    def _send(self, step: _Step, message: Message) -> None:
+        x = step.results.pop(message.producer).contiguous()
+        gradient = message.producer.kind != "F"
+        if not gradient:
+            self._announce(step, message, x)
+        sends = step.sends.setdefault((message.target, gradient), deque())
+        self._release(sends)
+        sends.append((p2p.send(x, self._axis(gradient), message.target, tag=int(gradient)), message))
+
+    def _release(self, sends: deque[tuple[Handle, Message]]) -> None:
+        """Give back what was sent: over NCCL a wait would hold up the compute stream, but it tells what is done."""
+        if self.run.mesh.pp.native:
+            while sends and sends[0][0].done():
+                sends.popleft()
+        else:
+            while len(sends) >= OPEN_SENDS:
+                self._wait(*sends.popleft())
+
+    def _receive(self, step: _Step, message: Message) -> None:
+        gradient = message.producer.kind != "F"
+        if gradient:
+            shape, dtype = step.forms[message.consumer[1:]]
+        else:
+            shape, dtype = self._form(step, message)
+        buffer = torch.empty(shape, dtype=dtype, device=self.run.mesh.device)
+        handle = p2p.receive(buffer, self._axis(gradient), message.source, tag=int(gradient))
+        step.arriving[message.producer] = handle, message
+
+    def _axis(self, gradient: bool) -> Axis:
+        return self.run.mesh.pp_back if gradient else self.run.mesh.pp
+
+    # What an activation is like is told once for each stage and shape of microbatch, in a message of its own before
+    # the first: nobody else knows what a user's parts return. Its wait is safe like any other in the global order.
+
+    def _announce(self, step: _Step, message: Message, x: Tensor) -> None:
+        key, form = self._kind_of(step, message), (x.shape, x.dtype)
+        if self._forms.setdefault(key, form) != form:
+            raise TypeError(f"stage {message.producer.stage} returned {_shown(form)}, after {_shown(self._forms[key])} "
+                            f"for a microbatch of the same shape. Return the same shape and dtype for both")  # fmt: skip
+        if key in self._announced:
+            return
+        self._announced.add(key)
+        if x.dtype not in DTYPES or x.ndim > MAX_DIMS:
+            raise TypeError(f"stage {message.producer.stage} returned {_shown(form)}. "
+                            f"Return one of {', '.join(map(str, DTYPES))} with at most {MAX_DIMS} dims")  # fmt: skip
+        header = torch.tensor([DTYPES.index(x.dtype), x.ndim, *x.shape, *[0] * (MAX_DIMS - x.ndim)],
+                              dtype=torch.int64, device=self.run.mesh.device)  # fmt: skip
+        self._wait(p2p.send(header, self.run.mesh.pp, message.target), message)
+
+    def _form(self, step: _Step, message: Message) -> Form:
+        key = self._kind_of(step, message)
+        if key not in self._forms:
+            header = torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=self.run.mesh.device)
+            dtype, ndim, *shape = self._wait(p2p.receive(header, self.run.mesh.pp, message.source), message).tolist()
+            self._forms[key] = torch.Size(shape[:ndim]), DTYPES[dtype]
+        return self._forms[key]
+
+    def _kind_of(self, step: _Step, message: Message) -> object:
+        tokens = getattr(step.microbatches[message.producer.microbatch], "tokens", None)
+        return message.producer.stage, None if tokens is None else tokens.shape
+
+
+def _shown(form: Form) -> str:
+    return f"{form[1]} of shape {tuple(form[0])}"

@@ -22,7 +22,21 @@ def problems(recipe: str, line: str = "", **known) -> list[str]:
 
 @pytest.mark.parametrize("recipe", ["moe_tiny", "dense_tiny"])
 @pytest.mark.parametrize(
-    "layout", ["single", "fsdp2", "fsdp4", "ddp2", "ddp4", "ddp2-fsdp2", "tp2", "tp4", "fsdp2-tp2", "ddp2-fsdp2-tp2"]
+    "layout",
+    [
+        "single",
+        "fsdp2",
+        "fsdp4",
+        "ddp2",
+        "ddp4",
+        "ddp2-fsdp2",
+        "tp2",
+        "tp4",
+        "fsdp2-tp2",
+        "ddp2-fsdp2-tp2",
+        "pp2",
+        "pp4-ddp2",
+    ],
 )
 @pytest.mark.parametrize("more", ["", "--train.microbatches 2 --train.recompute full", "--train.recompute every-2"])
 def test_what_verify_covers_is_legal(recipe, layout, more):
@@ -32,12 +46,7 @@ def test_what_verify_covers_is_legal(recipe, layout, more):
 @pytest.mark.parametrize(
     ("recipe", "line", "words"),
     [
-        (
-            "moe_tiny",
-            "pp2",
-            ["pp=2 is a legal axis that this version cannot run yet", "Use layouts of ddp, fsdp and tp"],
-        ),
-        ("moe_tiny", "cp2", ["cp=2 is a legal axis"]),
+        ("moe_tiny", "cp2", ["cp=2 is a legal axis that this version cannot run yet", "of pp, ddp, fsdp and tp"]),
         ("moe_tiny", "fsdp2-ep2", ["ep=2 is a legal axis"]),
         ("moe_tiny", "fsdp2-etp2", ["etp=2 is a legal axis"]),
         ("moe_tiny", "fsdp2 --data.batch-size 7", ["data.batch_size=7 is not a multiple of fsdp=2", "6 or", "=6 or 8"]),
@@ -121,3 +130,22 @@ def test_show_takes_any_legal_layout():
 def test_wandb_must_be_there(monkeypatch):
     monkeypatch.setattr(check_module, "find_spec", lambda name: None)
     assert "metrics.wandb=p needs wandb" in problems("moe_tiny", "--metrics.wandb p")[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "zero"),
+    [
+        ("single", 3),
+        ("fsdp2", 3),
+        ("pp2", 1),
+        ("pp2-fsdp2", 1),
+        ("pp2-fsdp2 --train.zero 3", 3),
+        ("fsdp2 --train.zero 2", 2),
+        ("single --pipeline.chunks 2", 1),
+        ("fsdp2 --pipeline.chunks 1", 3),
+    ],
+)
+def test_zero_auto(line, zero):
+    layout, *words = line.split()
+    config, wrong = apply(RECIPES["moe_tiny"](), split(words)[1] | {"parallel": layout})
+    assert (wrong, config.zero) == ([], zero)
