@@ -23,7 +23,7 @@ author = "the Fivefold contributors"
 project_copyright = "the Fivefold contributors, Apache License 2.0"
 release = version = fivefold.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinxcontrib.katex"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinxcontrib.katex", "schedule_figures"]
 exclude_patterns = ["_build", "_static"]
 
 # Pages

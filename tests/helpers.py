@@ -30,6 +30,16 @@ def replace_parameters(part: nn.Module, values: Mapping[str, Tensor]) -> None:
         part.get_submodule(place).register_parameter(name, attach(new, spec_of(old)))
 
 
+def share_tied(parts: Mapping[str, nn.Module]) -> None:
+    """Make parameters that are tied to one name one parameter, as the data engine does on one rank."""
+    known: dict[str, nn.Parameter] = {}
+    for part in parts.values():
+        for path, p in list(part.named_parameters()):
+            if (name := spec_of(p).init_name) is not None:
+                place, _, last = path.rpartition(".")
+                part.get_submodule(place).register_parameter(last, known.setdefault(name, p))
+
+
 def local_slice(whole: Tensor, p: nn.Parameter) -> Tensor:
     """The part of ``whole`` that this rank's ``p`` is, with zeros where it is padded."""
     spec = spec_of(p)
@@ -50,6 +60,7 @@ def materialise(parts: Mapping[str, nn.Module], run: Run, seed: int = 0, dtype: 
             whole = initial_values(spec.init, seed, spec.init_name or f"{part_name}.{path}", index)
             values[path] = local_slice(whole, p).to(dtype=dtype, device=run.mesh.device)
         replace_parameters(part, values)
+    share_tied(parts)
 
 
 def microbatch(

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rich.console import Console
 
@@ -76,6 +77,14 @@ def stop_on(problems: list[str]) -> None:
     """
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def file_problems(key: str, name: str | None) -> list[str]:
+    """Why a file that the option ``key`` asks for cannot be written, known before the work is done."""
+    if name is None or (Path(name).parent.is_dir() and not Path(name).is_dir()):
+        return []
+    where = Path(name).parent
+    return [f"{key}={name} cannot be written: {where} is not a folder, or {name} is one. Use a file's path."]
 
 
 def warn(warnings: Iterable[str], ranks: Ranks | None = None) -> None:

@@ -12,7 +12,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -31,6 +31,9 @@ TIMED_OUT: Final = re.compile(r"[Tt]imed out|[Tt]imeout")
 
 WAITED: Final = re.compile(r"rank \d+ waited .*?(?=: |$)", re.MULTILINE)
 """What the executor says of a message that did not come, up to the transport's own words."""
+
+WAITS: Final = re.compile(r"waited|waiting")
+"""In what a rank is at: its executor waits for a message."""
 
 OTHERS_SHOWN: Final = 8
 """Ranks of which the message says what they were waiting for."""
@@ -115,14 +118,17 @@ def first_failure(error: ChildFailedError, world: int, logs: Path) -> RankError:
         rank = silent[0]
         code = failure.exitcode if rank == reported else None
         message = f"rank {rank} of {world} {_death(code, _at(logs, rank))}"
-        return RankError(message + _others(rank, range(world), notes, logs), rank=rank)
+        return RankError(message + _others(rank, world, notes, logs), rank=rank)
     rank = min(notes, key=lambda r: (notes[r].caused, notes[r].time_ns))
-    message = f"rank {rank} of {world} failed{_at(logs, rank)}: {notes[rank].error}"
+    at, said = _at(logs, rank), notes[rank].error
+    if notes[rank].waited and WAITS.search(at):  # both say the same
+        said = said.partition(notes[rank].waited)[2].removeprefix(": ")
+    message = f"rank {rank} of {world} failed{at}: {said}"
     timed_out = TIMED_OUT.search(notes[rank].error)
     if timed_out:
         message += _waited_for(silent, sorted(stopped - notes.keys()), logs)
     if timed_out or any(note.waited for note in notes.values()):  # else each of them merely was somewhere
-        message += _others(rank, range(world), notes, logs)
+        message += _others(rank, world, notes, logs)
     return RankError(message, rank=rank, note=notes[rank])
 
 
@@ -148,16 +154,14 @@ def _waited_for(silent: Sequence[int], stopped: Sequence[int], logs: Path) -> st
     return text
 
 
-def _others(first: int, ranks: Collection[int], notes: dict[int, Note], logs: Path) -> str:
+def _others(first: int, world: int, notes: dict[int, Note], logs: Path) -> str:
     """A line for each rank beside ``first``: the message it waited for, or what it was at; those that waited first."""
-    lines: list[str] = []
-    for waits in (True, False):
-        for rank in ranks:
-            text = notes[rank].waited if rank in notes else ""
-            if rank == first or bool(text) != waits:
-                continue
-            text = text or (f"rank {rank} was{at}" if (at := _at(logs, rank)) else "")
-            lines += [f"\n  {text}"] if text else []
+    waited, worked = [], []
+    for rank in range(world):
+        text = (notes[rank].waited if rank in notes else "") or f"rank {rank} was{_at(logs, rank)}"
+        if rank != first and text != f"rank {rank} was":
+            (waited if WAITS.search(text) else worked).append(text)
+    lines = waited + worked
     if len(lines) > OTHERS_SHOWN:
-        lines[OTHERS_SHOWN:] = [f"\n  and {len(lines) - OTHERS_SHOWN} more ranks"]
-    return "".join(lines)
+        lines[OTHERS_SHOWN:] = [f"and {len(lines) - OTHERS_SHOWN} more ranks"]
+    return "".join(f"\n  {line}" for line in lines)

@@ -14,12 +14,19 @@ from typing import Final
 from .. import __version__, recipes
 from ..config import overrides
 from ..config.errors import ConfigError
-from . import common, list_recipes, prepare, show, train, verify
+from . import common, list_recipes, prepare, schedule, show, train, verify
 from .help import print_fields
 from .launch import RankError
 
 COMMANDS: Final = MappingProxyType(
-    {"train": train, "verify": verify, "show": show, "recipes": list_recipes, "prepare": prepare}
+    {
+        "train": train,
+        "verify": verify,
+        "show": show,
+        "recipes": list_recipes,
+        "schedule": schedule,
+        "prepare": prepare,
+    }
 )
 """Each has SUMMARY, EXAMPLES, ``arguments(parser)`` and ``run(args, overrides) -> status``."""
 WITH_RECIPE: Final = ("train", "verify", "show")

@@ -162,7 +162,19 @@ def _print_ranks(config: RunConfig, places: list[Footprint], out: Console) -> No
         sizes = (*stored, sum(stored), place.gathered_bytes, place.padding_bytes)
         alike.setdefault(sizes, []).append(place)
     for sizes, group in alike.items():
-        names = ", ".join(str(place.place) for place in group)
-        table.add_row(names, f"{sum(place.ranks for place in group):,}", *map(binary, sizes))
+        table.add_row(
+            _ranges([place.place for place in group]), f"{sum(place.ranks for place in group):,}", *map(binary, sizes)
+        )
     out.print()
     out.print(table, highlight=False)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending ``numbers``, three or more in a row by the first and the last."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..schedule.plan import check_run, warnings
-from .common import add_recipe, configure, console, stop_on, warn
+from .common import add_recipe, configure, console, file_problems, stop_on, warn
 
 if TYPE_CHECKING:
     from ..tools.verify import Report
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, given: Mapping[str, str]) -> int:
     problems += [problem for case in cases for problem in check_run(case)]
     if args.dtype == "bfloat16":
         problems.append("dtype=bfloat16 cannot be verified: rounding hides mistakes. Use float64 or float32.")
-    problems += _json_problems(args.json)
+    problems += file_problems("json", args.json)
     stop_on(problems)
     warn(text for case in cases for text in warnings(case))
 
@@ -65,13 +65,6 @@ def run(args: argparse.Namespace, given: Mapping[str, str]) -> int:
     if args.json:
         Path(args.json).write_text(verify.as_json(reports) + "\n", encoding="utf-8")
     return 0 if all(report.passed for report in reports) else 1
-
-
-def _json_problems(name: str | None) -> list[str]:
-    """Why the report cannot be written, known before the work is done."""
-    if name is None or (Path(name).parent.is_dir() and not Path(name).is_dir()):
-        return []
-    return [f"json={name} cannot be written: {Path(name).parent} is not a folder, or {name} is one. Use a file's path."]
 
 
 def _print(reports: list[Report], out: Console) -> None:

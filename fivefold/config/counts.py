@@ -105,9 +105,7 @@ def part_flops(model: DecoderConfig, sequence_length: int) -> dict[str, float]:
     attention = 6 * attention_weights(a, dim).matrices + 3 * a.n_heads * widths * (sequence_length + 1)
     dense = 6 * 3 * dim * model.ffn_dim
     experts = 6 * moe_weights(model.moe, dim).matrices if model.moe is not None else 0
-    layers = {
-        f"layers.{i}": float(attention + (experts if model.is_moe(i) else dense)) for i in range(model.n_layers)
-    }
+    layers = {f"layers.{i}": float(attention + (experts if model.is_moe(i) else dense)) for i in range(model.n_layers)}
     return {"embed": 2.0 * dim, **layers, "head": 6.0 * model.vocab_size * dim}
 
 

@@ -99,7 +99,7 @@ class TrainConfig(Part):
 
 
 class PipelineConfig(Part):
-    """How the stages of ``pp``, or several stages on one rank, take turns; what a stage holds."""
+    """What each pipeline stage holds, and how the stages take turns."""
 
     schedule: str | None = None
     """A name that ``fivefold schedule --help`` lists, or path/file.py:function that returns a table; none is 1f1b, or

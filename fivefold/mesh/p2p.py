@@ -15,7 +15,7 @@ from .transport import Handle, report
 
 
 class _Message:
-    """A send or receive under way. Over gloo the wait keeps to the group's present time limit; its own, to the first."""
+    """A send or receive under way. Over gloo a wait keeps to the group's present time limit, and not to its first."""
 
     def __init__(self, work: dist.Work | None, axis: Axis) -> None:
         assert work is not None

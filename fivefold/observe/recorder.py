@@ -104,8 +104,12 @@ class Recorder:
         """Time the block, an action or a wait, as a :class:`~.spans.Span`."""
         return _AS_BEFORE
 
+    def step_spans(self) -> list[Span]:
+        """The spans since the newest of kind ``step`` began; they stay. On a GPU this waits for the work queued."""
+        return []
+
     def take_spans(self) -> list[Span]:
-        """The spans since the last call, or since the newest of kind ``step`` began."""
+        """The same spans, which are then forgotten."""
         return []
 
 
@@ -115,12 +119,15 @@ NULL = Recorder()
 
 @dataclass
 class SpanRecorder(Recorder):
-    """Times spans and reports nothing else: a microsecond an action, so a pipeline's run always has one."""
+    """Times spans and reports nothing else: a microsecond an action, so every run has one."""
 
     spans: Spans = field(default_factory=Spans, kw_only=True)
 
     def span(self, kind: str, stage: int, microbatch: int) -> AbstractContextManager[None]:
         return self.spans.open(kind, stage, microbatch)
+
+    def step_spans(self) -> list[Span]:
+        return self.spans.read()
 
     def take_spans(self) -> list[Span]:
         return self.spans.take()

@@ -112,15 +112,19 @@ class Spans:
         """A context manager that times its block, also one that fails."""
         return Running(self, kind, stage, microbatch)
 
+    def read(self) -> list[Span]:
+        """All spans in the order they ended."""
+        if not self._ended:
+            return []
+        seconds = self.clock.seconds([mark for *_, begin, end in self._ended for mark in (begin, end)])
+        pairs = zip(seconds[::2], seconds[1::2], strict=True)
+        return [Span(*ended[:3], *pair) for ended, pair in zip(self._ended, pairs, strict=True)]
+
     def take(self) -> list[Span]:
         """All spans in the order they ended, which are then forgotten."""
-        ended = list(self._ended)
-        if not ended:
-            return []
-        seconds = self.clock.seconds([mark for *_, begin, end in ended for mark in (begin, end)])
+        found = self.read()
         self.forget()
-        pairs = zip(seconds[::2], seconds[1::2], strict=True)
-        return [Span(kind, stage, mb, *pair) for (kind, stage, mb, *_), pair in zip(ended, pairs, strict=True)]
+        return found
 
     def forget(self) -> None:
         """Drop all spans."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, product
 from math import floor
 from typing import Literal, NamedTuple
 
@@ -11,7 +11,7 @@ from ..config.errors import ConfigError
 from . import streams
 from .cost import UNIT, Cost, price
 from .simulate import simulate
-from .table import Action, Table, owners, play
+from .table import Action, Step, Table, owners, play
 
 Placement = Literal["loop", "v"]
 Fill = Literal["behind", "always", "never"]
@@ -38,6 +38,8 @@ def auto(
     weight_memory: float = 1.0,
     placement: Placement | None = None,
     objective: Literal["makespan", "span"] = "makespan",
+    limit_key: str = "pipeline.memory_limit",
+    chunks_key: str = "pipeline.chunks",
 ) -> Table:
     """The fastest table found that fits the limit: never slower than a named one of that placement and chunk count.
 
@@ -50,6 +52,9 @@ def auto(
         weight_memory: the share of an activation that I leaves for W.
         placement: ``loop`` puts stage s on rank ``s mod pp``; ``v``, with two chunks, stages r and ``2*pp - 1 - r`` on
             rank r; None takes the better.
+        objective: what to make shortest, as :class:`.simulate.Timeline` defines it.
+        limit_key: what the limit is called in messages.
+        chunks_key: what the chunks are called.
     Raises:
         ConfigError: if no table fits the limit.
 
@@ -58,13 +63,11 @@ def auto(
     limit = float(pp * chunks) if limit is None else limit
     least = chunks - 1 + max(1.0, weight_memory)
     if limit < least - EPSILON:
-        raise ConfigError(
-            [f"pipeline.memory_limit={limit:g} is below {least:g}, the activations that a rank holds for one microbatch "
-             f"(pipeline.chunks={chunks}). Use {least:g} or more."]  # fmt: skip
-        )
+        why = f"the activations that a rank holds for one microbatch ({chunks_key}={chunks})"
+        raise ConfigError([f"{limit_key}={limit:g} is below {least:g}, {why}. Use {least:g} or more."])
     if placement == "v" and chunks != 2:
-        raise ConfigError([f"pipeline.chunks={chunks} is not the chunk count of a V (2). Use pipeline.chunks=2."])
-    places = [placement] if placement else (["loop", "v"] if chunks == 2 else ["loop"])
+        raise ConfigError([f"{chunks_key}={chunks} is not 2, the only chunk count of a V. Use {chunks_key}=2."])
+    places: tuple[Placement, ...] = (placement,) if placement else ("loop", "v") if chunks == 2 else ("loop",)
     best: Placed | None = None
     for place in places:
         for found in _candidates(place, pp, microbatches, chunks, price(cost), comm, limit, weight_memory):
@@ -76,6 +79,7 @@ def auto(
 
 def place_weights(
     skeleton: Table,
+    steps: Sequence[Step],
     cost: Callable[[Action], float],
     *,
     comm: float,
@@ -87,16 +91,13 @@ def place_weights(
 
     Args:
         skeleton: a table of F and I only.
+        steps: how it plays.
         fill: what to do with a shorter gap: ``never`` or ``always`` use it, or only on a rank that would otherwise have
             idled longer than each other (``behind``). What no gap took runs at the end.
     Returns:
-        None if the skeleton deadlocks or does not fit the limit.
+        None if the skeleton does not fit the limit.
     """
-    owner = owners(skeleton)
-    steps, waits = play(skeleton)
-    if waits:
-        return None
-    n = len(skeleton)
+    owner, n = owners(skeleton), len(skeleton)
     clock, held, idle, first = [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n
     pending: list[list[Action]] = [[] for _ in range(n)]
     table: Table = [[] for _ in range(n)]
@@ -109,15 +110,18 @@ def place_weights(
         table[rank].append(action)
 
     for rank, action, required in steps:
-        ready = max((end[a] + (comm if owner[a.stage] != rank else 0.0) for a in required), default=0.0)
+        ready = 0.0
+        for a in required:
+            ready = max(ready, end[a] + (comm if owner[a.stage] != rank else 0.0))
         adds = 1.0 if action.kind == "F" else weight_memory - 1.0
         while pending[rank]:
             gap = ready - clock[rank]
             full = held[rank] + adds > limit + EPSILON
-            behind = fill == "behind" and idle[rank] + gap > max(idle) + EPSILON
-            short = gap > EPSILON and (fill == "always" or behind)
-            if not full and not short and gap < cost(pending[rank][0]) - EPSILON:
-                break
+            if not full and gap < cost(pending[rank][0]) - EPSILON:
+                if gap <= EPSILON or fill == "never":
+                    break
+                if fill == "behind" and idle[rank] + gap <= max(idle) + EPSILON:
+                    break
             weight(rank)
         held[rank] += adds
         if held[rank] > limit + EPSILON:
@@ -156,19 +160,22 @@ def _candidates(
     skeletons = [_halves(table) for table in named]
     skeletons += _skeletons(placement, pp, microbatches, chunks, cost, comm, limit)
     fills: tuple[Fill, ...] = ("behind", "always", "never")
-    for skeleton, fill in product(_distinct(skeletons), fills):
-        found = place_weights(skeleton, cost, comm=comm, limit=limit, weight_memory=weight_memory, fill=fill)
-        if found is not None:
-            yield found
+    for skeleton in _distinct(s for s in skeletons if _live(s) <= limit + EPSILON):
+        steps, waits = play(skeleton)
+        for fill in () if waits else fills:
+            found = place_weights(skeleton, steps, cost, comm=comm, limit=limit, weight_memory=weight_memory, fill=fill)
+            if found is not None:
+                yield found
 
 
 def _named(placement: Placement, pp: int, microbatches: int, chunks: int) -> Iterator[Table]:
     if placement == "v":
         yield from (streams.zb_v(pp, microbatches), streams.dualpipe_v(pp, microbatches))
         return
-    if chunks == 1:
+    if chunks == 1:  # the interleaved and looped ones are then among these
         for make in (streams.one_f_one_b, streams.zb_h1, streams.zb_h2, streams.gpipe):
             yield make(pp, microbatches)
+        return
     for make in (streams.interleaved_split, streams.interleaved, streams.looped_bfs):
         yield make(pp, microbatches, chunks)
 
@@ -176,6 +183,12 @@ def _named(placement: Placement, pp: int, microbatches: int, chunks: int) -> Ite
 def _halves(table: Table) -> Table:
     """A table's F and I, a full backward becoming an I."""
     return [[a._replace(kind="I") if a.kind == "B" else a for a in order if a.kind != "W"] for order in table]
+
+
+def _live(skeleton: Table) -> int:
+    """The most activations that a rank of a skeleton holds even if W keeps none."""
+    counts = (accumulate(1 if a.kind == "F" else -1 for a in order) for order in skeleton)
+    return max(max(count) for count in counts)
 
 
 def _distinct(tables: Iterable[Table]) -> list[Table]:
@@ -203,7 +216,7 @@ def _skeletons(
     for size in _round_sizes(pp, microbatches, chunks, limit):
         room = max(0, floor(limit + EPSILON) - (chunks - 1) * size - 1)
         for more, falling in product((0, 1), (False, True)):
-            hops = [min(n + more * (n > 0), room) for n in _hops(pp, chunks, cost, comm)]
+            hops = [min(n + more * (n > 0), room) for n in _hops(pp, microbatches, chunks, cost, comm)]
             for rank in range(1, pp) if falling else ():
                 hops[rank] = min(hops[rank], max(hops[rank - 1] - 1, pp - 1 - rank))
             table = []
@@ -226,12 +239,13 @@ def _round_sizes(pp: int, microbatches: int, chunks: int, limit: float) -> list[
     return sorted({size for size in sizes if 1 <= size <= most} | {1}, reverse=True)
 
 
-def _hops(pp: int, chunks: int, cost: Callable[[Action], float], comm: float) -> list[int]:
+def _hops(pp: int, microbatches: int, chunks: int, cost: Callable[[Action], float], comm: float) -> list[int]:
     """Forwards that fit, on each rank, between its first last-chunk forward and that one's I."""
     found = []
     base = (chunks - 1) * pp
     for rank in range(pp):
         beyond = range(base + rank + 1, base + pp)
         time = sum(cost(Action("F", s, 0)) + cost(Action("I", s, 0)) + 2 * comm for s in beyond)
-        found.append(floor(time / cost(Action("F", base + rank, 0)) + EPSILON))
+        forward = cost(Action("F", base + rank, 0))
+        found.append(min(microbatches, floor(time / forward + EPSILON)) if forward else microbatches)
     return found

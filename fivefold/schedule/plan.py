@@ -47,17 +47,21 @@ def schedule_name(config: RunConfig) -> str:
     return config.pipeline.schedule or ("1f1b" if (config.pipeline.chunks or 1) == 1 else "interleaved_split")
 
 
+def measures(config: RunConfig) -> bool:
+    """Whether the schedule is made from what the first steps of the run take: auto without ``pipeline.costs``."""
+    return schedule_name(config) == "auto" and not config.pipeline.costs
+
+
 def first_schedule(config: RunConfig) -> str:
     """The schedule that the run starts with.
 
-    It is the run's own, but for auto without ``pipeline.costs``: that starts with one that splits backward, on which
+    It is the run's own, but for one that :func:`measures`: that starts with one that splits backward, on which
     costs can be measured (or, under a ``pipeline.memory_limit`` that is too low for it, with one of its own at unit
     costs), and goes on with the table that :func:`replanned` makes.
     """
-    name, pipeline = schedule_name(config), config.pipeline
-    if name == "auto" and not pipeline.costs:
-        return "zb_h1" if (pipeline.chunks or 1) == 1 else "interleaved_split"
-    return name
+    if measures(config):
+        return "zb_h1" if (config.pipeline.chunks or 1) == 1 else "interleaved_split"
+    return schedule_name(config)
 
 
 def plan(config: RunConfig) -> Plan:
@@ -106,7 +110,8 @@ def problems(config: RunConfig) -> list[str]:
 
 def warnings(config: RunConfig) -> list[str]:
     """What is legal but surely not meant: fewer microbatches than ``pp`` ranks, with the bubble that this leaves."""
-    return named.warnings(plan(config).table, config.dims.pp, config.train.microbatches)
+    pp, microbatches = config.dims.pp, config.train.microbatches
+    return named.warnings(plan(config).table, pp, microbatches) if microbatches < pp else []
 
 
 def _plan(config: RunConfig) -> tuple[list[str], Plan | None]:
@@ -141,14 +146,12 @@ def _table(config: RunConfig) -> Table:
     """
     pipeline, pp, microbatches = config.pipeline, config.dims.pp, config.train.microbatches
     chunks, limit = pipeline.chunks or 1, pipeline.memory_limit
-    if schedule_name(config) != "auto":
-        return named.build(schedule_name(config), pp, microbatches, pipeline.chunks)
-    if pipeline.costs:
+    if schedule_name(config) == "auto" and pipeline.costs:
         cost, comm = read(pipeline.costs, "pipeline.costs")
         return auto(pp, microbatches, chunks, cost=cost, comm=comm, limit=limit)
     table = named.build(first_schedule(config), pp, microbatches, pipeline.chunks)
-    if limit is not None and max(simulate(table).peak) > limit:
-        table = _halved(auto(pp, microbatches, chunks, limit=limit, placement="loop"))
+    if measures(config) and limit is not None and max(simulate(table).peak) > limit:
+        return _halved(auto(pp, microbatches, chunks, limit=limit, placement="loop"))
     return table
 
 

@@ -59,10 +59,12 @@ def simulate(table: Table, cost: Cost = UNIT, comm: float = 0.0, weight_memory: 
     waiting, deferred = [0] * n, [0] * n
     change = {"F": 1.0, "B": -1.0, "I": weight_memory - 1.0, "W": -weight_memory}
     for rank, action, required in steps:
-        ready = (end[a] + (comm if owner[a.stage] != rank else 0.0) for a in required)
-        start[action] = max(clock[rank], *ready) if required else clock[rank]
+        begin = clock[rank]
+        for a in required:
+            begin = max(begin, end[a] + (comm if owner[a.stage] != rank else 0.0))
         took = of(action)
-        clock[rank] = end[action] = start[action] + took
+        start[action] = begin
+        clock[rank] = end[action] = begin + took
         busy[rank] += took
         held[rank] += change[action.kind]
         peak[rank] = max(peak[rank], held[rank])

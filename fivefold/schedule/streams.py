@@ -10,7 +10,7 @@ A stream is a list of (stage, microbatch); a ``None`` in it is a turn without a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from .table import Action, Table
 
@@ -31,13 +31,14 @@ def weave(
     for forward, backward, most in zip_longest(forwards[warmup:], backwards, lag):
         if forward:
             order.append(Action("F", *forward))
-        if backward and most is None:
-            order.append(Action("B", *backward))
-        elif backward:
-            order.append(Action("I", *backward))
+        if not backward:
+            continue
+        order.append(Action("B" if most is None else "I", *backward))
+        if most is not None:
             waiting.append(Action("W", *backward))
-            order += waiting[: max(0, len(waiting) - most)]
-            del waiting[: max(0, len(waiting) - most)]
+            surplus = max(0, len(waiting) - most)
+            order += waiting[:surplus]
+            del waiting[:surplus]
     return order + waiting
 
 
@@ -161,7 +162,7 @@ def rounds(microbatches: int, pp: int) -> list[range]:
     n = max(1, microbatches // pp)
     size, larger = divmod(microbatches, n)
     cuts = [i * size + min(i, larger) for i in range(n + 1)]
-    return [range(a, b) for a, b in zip(cuts, cuts[1:])]
+    return [range(a, b) for a, b in pairwise(cuts)]
 
 
 def _interleave(pp: int, microbatches: int, chunks: int, *, split: bool) -> Table:

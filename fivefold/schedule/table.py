@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 Kind = Literal["F", "B", "I", "W"]
@@ -115,8 +116,8 @@ def play(table: Table) -> tuple[list[Step], list[Wait]]:
         while cursor[rank] < len(order):
             action = order[cursor[rank]]
             required = needs(action, n_stages, split)
-            missing = next((a for a in required if a not in done), None)
-            if missing is not None:
+            if not done.issuperset(required):
+                missing = next(a for a in required if a not in done)
                 sleepers.setdefault(missing, []).append(rank)
                 break
             done.add(action)
@@ -187,20 +188,24 @@ def check(table: Table, *, pp: int, microbatches: int) -> list[str]:
 
 def _fields(table: Table, microbatches: int) -> list[str]:
     """Actions that no table of so many microbatches can have."""
+    last = f"0 to {microbatches - 1}" if microbatches > 1 else "0"
+    rules = {
+        "of an unknown kind": f"Use {', '.join(KINDS[:-1])} or {KINDS[-1]}",
+        "on a negative stage": "Number the stages from 0",
+        f"of no microbatch of microbatches={microbatches}": f"Use {last}",
+    }
     problems = []
     for rank, order in enumerate(table):
-        for words, fix, wrong in (
-            ("of an unknown kind", f"Use {', '.join(KINDS[:-1])} or {KINDS[-1]}", lambda a: a.kind not in KINDS),
-            ("on a negative stage", "Number the stages from 0", lambda a: a.stage < 0),
-            (
-                f"of no microbatch of microbatches={microbatches}",
-                f"Use {'0' if microbatches == 1 else f'0 to {microbatches - 1}'}",
-                lambda a: not 0 <= a.microbatch < microbatches,
-            ),
-        ):
-            found = [str(a) for a in order if wrong(a)]
+        broken: dict[str, list[str]] = {rule: [] for rule in rules}
+        for action in order:
+            holds = (action.kind in KINDS, action.stage >= 0, 0 <= action.microbatch < microbatches)
+            if not all(holds):
+                for rule, good in zip(rules, holds):
+                    broken[rule] += [] if good else [str(action)]
+        for rule, found in broken.items():
             if found:
-                problems.append(f"{_listing(found)} on rank {rank} {'is' if len(found) == 1 else 'are'} {words}. {fix}.")
+                verb = "is" if len(found) == 1 else "are"
+                problems.append(f"{_listing(found)} on rank {rank} {verb} {rule}. {rules[rule]}.")
     return problems
 
 
@@ -254,7 +259,7 @@ def _ascent(order: list[Action], rank: int) -> list[str]:
     place = {action: i for i, action in enumerate(order)}
     for kinds, what in (("F", "forwards"), ("BI", "backwards"), ("BW", "weight gradients")):
         ours = [a for a in order if a.kind in kinds]
-        for before, after in zip(ours, ours[1:]):
+        for before, after in pairwise(ours):
             if after.microbatch < before.microbatch and not (kinds == "BW" and before.kind == after.kind == "B"):
                 problems.append(
                     f"{after} runs after {before} on rank {rank}. Run the {what} of a stage in ascending microbatches."

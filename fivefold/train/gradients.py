@@ -24,16 +24,17 @@ def gradients(shards: Sequence[Shard]) -> list[Tensor]:
 
 
 def gradient_norm(shards: Sequence[Shard], mesh: Mesh) -> Tensor:
-    """L2 norm of the whole gradient. I on every rank.
+    """L2 norm of the whole gradient. float64, I on every rank.
 
     By the storage rule every element of a replica has one owner, so the squares are summed over ``pp, fsdp, cp, tp``;
-    of a parameter that two stages share, one copy counts.
+    of a parameter that two stages share, one copy counts. A rank that stores no gradient does not know the others'
+    dtype, so all sum in one.
     """
     counted = gradients([s for s in shards if s.original])
-    wide = torch.float64 if counted and counted[0].dtype == torch.float64 else torch.float32
-    total = torch.zeros((), dtype=wide, device=mesh.device)
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if counted:
-        total = torch.stack(torch._foreach_norm(counted, dtype=wide)).square().sum()
+        wide = torch.promote_types(counted[0].dtype, torch.float32)
+        total = torch.stack(torch._foreach_norm(counted, dtype=wide)).double().square().sum()
     return sum_values(total, mesh.join("pp", "fsdp", "cp", "tp")).sqrt()
 
 

@@ -17,12 +17,13 @@ from ..observe.console import Console
 from ..observe.memory import oom_snapshot
 from ..observe.profile import Profiler, RangeRecorder
 from ..observe.progress import Progress, progress_file
-from ..observe.recorder import NULL, Recorder, SpanRecorder
+from ..observe.recorder import SpanRecorder
 from ..observe.spans import EventClock, Spans
 from ..recipes import save
 from ..schedule.plan import plan
 from .batch import Batches
 from .evaluate import Evaluation, evaluate
+from .replan import Replanner
 from .report import Reporting
 from .save import save_weights
 from .source import Opened, open_source
@@ -57,13 +58,11 @@ def run(config: RunConfig, recipe: str, run_dir: str) -> None:
     leave(process, config.comm.shutdown_timeout_s)
 
 
-def _recorder(config: RunConfig, device: torch.device) -> Recorder:
-    """What the run needs recorded: collectives where it is profiled, the schedule's actions where there are stages."""
-    times = device.type != "cpu"
-    spans = Spans(EventClock(partial(torch.Event, device, enable_timing=True)) if times else None)
-    if config.profile.every:
-        return RangeRecorder(spans=spans)
-    return SpanRecorder(spans=spans) if config.dims.pp > 1 or config.metrics.timeline else NULL
+def _recorder(config: RunConfig, device: torch.device) -> SpanRecorder:
+    """What records the run: the schedule's actions always, collectives where it is profiled."""
+    queues = device.type != "cpu"
+    spans = Spans(EventClock(partial(torch.Event, device, enable_timing=True)) if queues else None)
+    return RangeRecorder(spans=spans) if config.profile.every else SpanRecorder(spans=spans)
 
 
 def _train(config: RunConfig, mesh: Mesh, folder: Path, progress: Progress) -> None:
@@ -84,8 +83,11 @@ def _train(config: RunConfig, mesh: Mesh, folder: Path, progress: Progress) -> N
         if evaluates:
             found["before training"] = _evaluate(state, source, reporting)
         reporting.start(state.step)
+        replanner = Replanner(state)
         for step in range(1, config.train.steps + 1):
             _step(state, batches, reporting, profiler)
+            if found_faster := replanner.after_step(state):
+                console.note(found_faster)
             if step == 1:
                 set_step_timeouts(mesh.groups, config.comm.step_timeout_s)
             every = config.train.eval_every

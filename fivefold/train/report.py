@@ -19,6 +19,8 @@ from ..observe.metrics import JsonlReporter, Reporter, Reporters, WandbReporter
 from ..observe.spans import Span
 from ..observe.tensorboard import TensorBoardReporter
 from ..observe.timeline import busy_and_makespan, from_rows, to_rows, write_trace
+from ..schedule.plan import plan, schedule_name
+from ..schedule.simulate import simulate
 from .evaluate import Evaluation
 from .state import TrainState, precision
 from .step import StepStats
@@ -51,6 +53,7 @@ class Reporting:
             "dtypes": ", ".join(f"{use} {_short(getattr(dtypes, use))}" for use in ("compute", "master", "reduce")),
             "batch": f"{config.data.batch_size} x {config.data.sequence_length} tokens a step, "
                      f"{config.train.microbatches} microbatches a data rank, {config.train.steps} steps",
+            **_pipeline(config),
             "run folder": str(folder),
         })  # fmt: skip
 
@@ -65,7 +68,7 @@ class Reporting:
         if step % every and step not in (1, self._config.train.steps):
             self._console.step(step)
             return
-        spans = self._mesh.recorder.take_spans()
+        spans = self._mesh.recorder.step_spans()
         values = self._values(state, stats, spans)
         self._console.step(step, values)
         self._reporters.report(step, values)
@@ -155,6 +158,15 @@ def parameter_norms(state: TrainState) -> dict[str, object]:
         kind: dict(zip(names, values, strict=True))
         for kind, values in zip(("grad_norms", "weight_norms"), both, strict=True)
     }
+
+
+def _pipeline(config: RunConfig) -> dict[str, str]:
+    """The schedule and its bubble, where there is more than one stage."""
+    pipeline = plan(config)
+    if len(pipeline.owners) == 1:
+        return {}
+    bubble = simulate(pipeline.table).bubble
+    return {"schedule": f"{schedule_name(config)}, {len(pipeline.owners)} stages, bubble {bubble:.1%} at unit costs"}
 
 
 def _reporters(config: RunConfig, folder: Path) -> list[Reporter]:

@@ -66,7 +66,8 @@ def precision(train: TrainConfig, device: torch.device) -> Precision:
     return Precision(master=getattr(torch, master), compute=getattr(torch, compute), reduce=getattr(torch, reduce))
 
 
-def build_state(config: RunConfig, mesh: Mesh, watch: Watch | None = None, progress: Progress | None = None) -> TrainState:
+def build_state(config: RunConfig, mesh: Mesh, watch: Watch | None = None,
+                progress: Progress | None = None) -> TrainState:  # fmt: skip
     """Build this rank's parts of the model, give them storage and initial values, and wrap them.
 
     Args:

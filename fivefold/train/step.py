@@ -49,6 +49,7 @@ def train_step(state: TrainState, batch: Batch) -> StepStats:
     loss = sum_values(share, mesh.join("pp", "ddp", "fsdp", "cp"))
     largest = max_values(share, mesh.join("pp", "ddp", "fsdp")) * mesh.dims.data
 
+    state.run.progress.at("optimizer")
     norm = gradient_norm(state.shards, mesh).item()
     refuse_non_finite(state.shards, norm, step, lr, mesh)
     clip(state.shards, norm, config.optim.max_norm)

@@ -8,7 +8,7 @@ shard. Gathering is one all-gather into ``full``, with no copy out; reducing is 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -90,6 +90,8 @@ class Buffer:
         self.shards: list[Shard] = []
         self._stored: list[nn.Parameter] = []
         self._cut(seed)
+        self.entries = [replace(e, parameter=p) for e, p in zip(entries, self.params, strict=True)]
+        # not as they were declared: a plain module's come with values, which would live on
         self._gather: transport.Handle | None = None
         self._flat: Tensor | None = None
         self._written: set[int] = set()

@@ -83,6 +83,8 @@ class Unit:
                  backward_uses_parameters: bool = True) -> None:  # fmt: skip
         self.name, self.call, self.buffers, self.keep = name, call, buffers, keep
         self.backward_uses_parameters = backward_uses_parameters
+        self.local = all(b.in_place for b in buffers)
+        """Whether it has nothing to gather or to sum: then nobody needs to know when its backward begins or ends."""
         self.due = False
         """Whether a backward began here whose end was not announced yet."""
 
@@ -187,7 +189,7 @@ class Stage:
             unit.unshard()
         last = len(self.units) - 1
         for i, unit in enumerate(self.units):
-            if x is not None:
+            if x is not None and not unit.local:
                 x = announce(x, lambda i=i: self._after_backward(i))
             unit.unshard()
             if i < last:
@@ -201,7 +203,8 @@ class Stage:
                 self._watch(unit.name, x)
             if self.zero == 3 and not unit.keep and not (i == last and backward_follows and torch.is_grad_enabled()):
                 unit.reshard()
-            x = announce(x, lambda i=i: self._before_backward(i))
+            if not (unit.local and (i == 0 or self.units[i - 1].local)):
+                x = announce(x, lambda i=i: self._before_backward(i))
         assert x is not None
         return x
 

@@ -119,6 +119,10 @@ class Executor:
     def n_stages(self) -> int:
         return len(self._program.owners)
 
+    def message_bytes(self) -> int:
+        """Bytes of the largest activation that this rank has sent or received so far."""
+        return max((shape.numel() * dtype.itemsize for shape, dtype in self._forms.values()), default=0)
+
     def step(self, microbatches: Sequence[Any]) -> Tensor:
         """Forward and backward of every microbatch; gradients end up summed over their data axes.
 
@@ -233,18 +237,20 @@ class Executor:
             MessageError: if that does not happen.
         """
         sends = message.source == self.run.mesh.pp.rank
-        action = message.producer if sends else message.consumer
+        action, ranks = message.producer if sends else message.consumer, self.run.mesh.pp.ranks
+        if sends:
+            awaited = f"for rank {ranks[message.target]} to take its result"
+        else:
+            what = "activation" if message.producer.kind == "F" else "gradient"
+            awaited = f"for the {what} from {message.producer} of rank {ranks[message.source]}"
+        self.run.progress.at(f"{action}, waiting {awaited}")
         try:
             with self.run.recorder.span("wait", action.stage, action.microbatch):
-                return handle.wait()
+                x = handle.wait()
         except RuntimeError as error:
-            ranks = self.run.mesh.pp.ranks
-            if sends:
-                waited = f"for rank {ranks[message.target]} to take {message.producer}'s result"
-            else:
-                what = "the activation" if message.producer.kind == "F" else "the gradient"
-                waited = f"at {message.consumer} for {what} from {message.producer} of rank {ranks[message.source]}"
-            raise MessageError(f"rank {self.run.mesh.rank} waited {waited}: {error}") from error
+            raise MessageError(f"rank {self.run.mesh.rank} waited at {action} {awaited}: {error}") from error
+        self.run.progress.at(str(action))
+        return x
 
     def _send(self, step: _Step, message: Message) -> None:
         x = step.results.pop(message.producer).contiguous()
@@ -284,7 +290,7 @@ class Executor:
         key, form = self._kind_of(step, message), (x.shape, x.dtype)
         if self._forms.setdefault(key, form) != form:
             raise TypeError(f"stage {message.producer.stage} returned {_shown(form)}, after {_shown(self._forms[key])} "
-                            f"for a microbatch of the same shape. Return the same shape and dtype for both")  # fmt: skip
+                            "for a microbatch of the same shape. Return the same shape and dtype for both")  # fmt: skip
         if key in self._announced:
             return
         self._announced.add(key)

@@ -66,10 +66,29 @@ def errors(capsys, line: str | list[str]) -> list[str]:
         ("train moe_tiny --parallel fdsp2", ["parallel=fdsp2 has 'fdsp2'", "Did you mean fsdp2?"]),
         ("train moe_tiny --parallel fsdp*", ["fsdp to the number of ranks", "torchrun"]),
         (
-            "train moe_tiny --parallel pp2",
-            ["pp=2 is a legal axis that this version cannot run yet", "ddp, fsdp and tp"],
+            "train moe_tiny --parallel ep2-fsdp2",
+            ["ep=2 is a legal axis that this version cannot run yet", "pp, ddp, fsdp and tp"],
         ),
         ("verify moe_tiny --parallel cp2", ["cp=2 is a legal axis"]),
+        ("train moe_tiny --parallel pp2 --train.microbatches 3", ["batch_size=8", "train.microbatches=3", "6 or 9"]),
+        (
+            "train moe_tiny --parallel pp2-fsdp2 --data.batch-size 10 --train.microbatches 2",
+            ["fsdp*train.microbatches=4"],
+        ),
+        ("train moe_tiny --parallel pp8", ["pp=8 stages are more than the model's 6 parts", "pp from 1 to 6"]),
+        ("verify moe_tiny --parallel pp2 pp8", ["pp=8 stages are more than the model's 6 parts"]),
+        ("show moe_tiny --parallel pp8", ["pp=8 stages are more than the model's 6 parts"]),
+        ("train moe_tiny --parallel pp4 --pipeline.chunks 2", ["pp*chunks=8 stages", "one chunk with pp=4"]),
+        (
+            "train moe_tiny --parallel pp2 --pipeline.schedule zb_q",
+            ["pipeline.schedule=zb_q is not", "Did you mean zb_"],
+        ),
+        ("train moe_tiny --pipeline.schedule zb_h1 --pipeline.chunks 2", ["pipeline.chunks=2", "zb_h1"]),
+        ("train moe_tiny --parallel pp2 --pipeline.stages 2,3", ["adds up to 5 parts", "has 6", "such as 3,3"]),
+        ("train moe_tiny --parallel pp2 --pipeline.stages 6", ["counts 1 stages, not the 2 of pp=2"]),
+        ("train moe_tiny --parallel pp2 --pipeline.costs F=1", ["pipeline.costs=F=1 has no effect"]),
+        ("train moe_tiny --pipeline.schedule auto --pipeline.costs F=a", ["pipeline.costs=F=a"]),
+        ("train moe_tiny --parallel pp2 --pipeline.schedule mine.py:table", ["mine.py does not exist"]),
         ("train moe_tiny --parallel tp3", ["tp=3", "tp in [1, 2, 4]"]),
         ("train moe_tiny --parallel tp2 --data.sequence-length 15", ["sequence_length=15", "14 or 16"]),
         ("train moe_tiny --parallel fsdp2 --data.batch-size 9", ["batch_size=9", "=8 or 10"]),
@@ -88,6 +107,13 @@ def errors(capsys, line: str | list[str]) -> list[str]:
         ("train moe_tiny --data.files nowhere", ["data.files=nowhere is not prepared"]),
         ("train moe_tiny --data.files stdlib", ["vocabulary of 4096", "model.vocab_size=37"]),
         ("prepare nowhere.txt", ["nowhere.txt"]),
+        ("schedule", ["NAME is missing", "zb_v", "path/file.py:function"]),
+        ("schedule zb_w", ["schedule=zb_w is not a schedule", "Did you mean zb_v?"]),
+        ("schedule zb_v --chunks 3", ["chunks=3 is not 2", "Use chunks=2, or schedule in [interleaved,"]),
+        ("schedule auto --limit 1 --chunks 2", ["limit=1 is below 2", "(chunks=2)", "Use 2 or more"]),
+        ("schedule 1f1b --limit 4", ["limit=4 has no effect on schedule=1f1b"]),
+        ("schedule nowhere.py:table", ["schedule=nowhere.py:table names no file"]),
+        ("schedule 1f1b --json nowhere/a.json", ["json=nowhere/a.json cannot be written"]),
     ],
 )
 def test_messages(capsys, line, words):
@@ -100,14 +126,88 @@ def test_many_at_once(capsys, folder):
     (folder / "old" / "config.json").write_text("{}")
     found = errors(
         capsys,
-        "train moe_tiny --parallel fsdp3-pp2 --optm.lr 1 --train.steps abc --model.moe.top-k 9 --optim.warmup-steps 30 "
+        "train moe_tiny --parallel fsdp3-cp2 --optm.lr 1 --train.steps abc --model.moe.top-k 9 --optim.warmup-steps 30 "
         "--run-dir old --data.files nowhere --data.weights 1,2 --stepz 4",
     )
     keys = ("optm.lr=1", "stepz=4", "train.steps=abc", "model.moe.top_k=9", "optim.warmup_steps=30", "run_dir=old")
-    keys += ("data.files=nowhere", "data.weights=", "pp=2", "data.batch_size=8")
+    keys += ("data.files=nowhere", "data.weights=", "cp=2", "data.batch_size=8")
     for key in keys:
         assert sum(f"error: {key}" in text for text in found) == 1, (key, found)
     assert len(found) == len(keys)
+
+
+TABLES = """
+def gpipe(pp, microbatches, chunks):
+    return [[(kind, rank, m) for kind in "FB" for m in range(microbatches)] for rank in range(pp)]
+
+def repeats(*sizes):
+    first, *rest = gpipe(*sizes)
+    return [[first[0], *first], *rest]
+
+def omits(*sizes):
+    *rest, last = gpipe(*sizes)
+    return [*rest, last[:-1]]
+
+def deadlocks(pp, microbatches, chunks):
+    first, *rest = gpipe(pp, microbatches, chunks)
+    return [[(kind, 0, m) for m in range(microbatches) for kind in "FB"], *rest]
+
+def fails(*sizes):
+    return gpipe(*sizes)[9]
+
+def number(*sizes):
+    return 7
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("repeats", ["F0.0 runs 2 times on rank 0"]),
+        ("omits", ["Rank 1 never runs B1.1"]),
+        ("deadlocks", ["rank 0 waits at B0.0 for B1.0; rank 1 waits at F1.1 for F0.1"]),
+        ("fails", ["IndexError", "(pp=2, microbatches=2, chunks=1)", "tables.py, line"]),
+        ("number", ["7 is not a table"]),
+        ("gpip", ["Did you mean tables.py:gpipe?"]),
+    ],
+)
+@pytest.mark.parametrize("command", ["train moe_tiny --parallel pp2", "verify moe_tiny --parallel pp2 pp2-tp2"])
+def test_a_schedule_of_ones_own(capsys, folder, function, words, command):
+    (folder / "tables.py").write_text(TABLES)
+    (text,) = errors(capsys, f"{command} --train.microbatches 2 --pipeline.schedule tables.py:{function}")
+    assert all(word in text for word in [f"pipeline.schedule=tables.py:{function}", *words]), text
+
+
+def test_a_schedule_is_refused_with_all_that_is_wrong(capsys, folder):
+    line = "schedule auto --pp 0 --microbatches x --chunks -1 --cost F=-1,Q=2 --limit many --svg . --json no/a.json"
+    found = errors(capsys, line)
+    keys = ("pp=0 is not a whole number above 0", "microbatches=x", "chunks=-1", "cost=F=-1,Q=2 has F=-1")
+    keys += ("cost=F=-1,Q=2 has Q=2", "limit=many is not a number above 0", "svg=. cannot", "json=no/a.json cannot")
+    for key in keys:
+        assert sum(text.startswith(f"error: {key}") for text in found) == 1, (key, found)
+    assert len(found) == len(keys)
+    (folder / "tables.py").write_text(TABLES)
+    for name, words in (("deadlocks", "rank 0 waits at B0.0 for B1.0"), ("omits", "never runs B1.1")):
+        (text,) = errors(capsys, f"schedule tables.py:{name} --pp 2 --microbatches 2")
+        assert words in text
+
+
+MODEL = '''
+from fivefold.config.model import ModelConfig
+from fivefold.recipes.tiny import dense_tiny
+
+class Own(ModelConfig):
+    """A model whose parts have no costs."""
+
+def recipe():
+    return dense_tiny().model_copy(update={"model": Own(builder="nowhere:build", vocab_size=37)})
+'''
+
+
+def test_a_model_that_does_not_say_its_parts(capsys, folder):
+    (folder / "own.py").write_text(MODEL)
+    (text,) = errors(capsys, "train own.py:recipe --parallel pp2 --train.microbatches 2")
+    assert text.startswith("error: pp=2 cuts the model, but Own does not say what its parts are. Define part_costs(")
 
 
 def test_gpu_where_none_is(capsys, monkeypatch):
@@ -206,7 +306,9 @@ def test_torchrun(folder):
     [
         ["train", "moe_tiny", "--parallel", "tp3", "--train.steps", "0"],
         ["train", "moe_tiny", "--train.device", "cuda", "--data.files", "nowhere"],
-        ["verify", "moe_tiny", "--parallel", "pp2"],
+        ["verify", "moe_tiny", "--parallel", "cp2"],
+        ["train", "moe_tiny", "--parallel", "pp2", "--pipeline.schedule", "auto", "--pipeline.stages", "3,4"],
+        ["train", "moe_tiny", "--parallel", "pp2", "--pipeline.schedule", "json:dumps"],
         ["show", "moe_tiny", "--model.dim", "0"],
         ["recipes"],
         ["train", "moe_tiny", "--help"],

@@ -19,8 +19,11 @@ from fivefold.config import fields
 from fivefold.config.errors import ConfigError
 from fivefold.data.writer import TokenFileWriter
 from fivefold.recipes import RECIPES
+from fivefold.schedule.named import NAMES
 from fivefold.tools import footprint, verify
 from fivefold.train import run as train_here
+
+TWO_CHUNKS = ("interleaved", "interleaved_split", "looped_bfs", "zb_v", "dualpipe_v")
 
 
 @pytest.fixture(autouse=True)
@@ -116,21 +119,95 @@ def test_recipes(capsys, folder):
 
 
 def test_show(capsys, folder, monkeypatch):
-    stage = footprint.Footprint(stage=0, ranks=4, n_parts=6, stored_bytes=3 * 2**30, gathered_bytes=2**20,
+    stage = footprint.Footprint(place=0, stages=(0,), ranks=4, n_parts=6, stored_bytes=3 * 2**30, gathered_bytes=2**20,
                                 gradient_bytes=2**30, optimizer_bytes=2**31, padding_bytes=7)  # fmt: skip
-    stages = [stage, stage.__class__(**{**vars(stage), "stage": 1})]
+    stages = [stage, stage.__class__(**{**vars(stage), "place": 1, "stages": (1,)})]
     monkeypatch.setattr(footprint, "footprint", lambda config: stages)
     text = output(capsys, "show", "deepseek_v3", "--parallel", "pp2-fsdp4", "--train.seed", "5", "--json", "show.json")
     for word in ("671.03 B", "671,026,404,352", "36.63 B", "250.46 GFLOP", "70,272 bytes", "pp2-fsdp4, 8 ranks"):
         assert word in text
     assert "train.seed                          5" in text
-    assert "0, 1       8    3.00 GiB   1.00 GiB   2.00 GiB  6.00 GiB" in text
+    assert "Pipeline: 1f1b, 60 microbatches, bubble 1.6% where F, I and W each take 1 and B 2" in text
+    assert "1 1 50.3% layers.31 to 60, head" in " ".join(text.split())
+    assert "0, 1 8 3.00 GiB 1.00 GiB 2.00 GiB 6.00 GiB" in " ".join(text.split())
     shown = json.loads((folder / "show.json").read_text())
     assert shown["recipe"] == "deepseek_v3"
     assert shown["config"]["train"]["seed"] == 5
     assert shown["kv_cache_bytes_per_token"] == 70_272
     assert [r["stored_bytes"] for r in shown["ranks"]] == [3 * 2**30] * 2
+    assert [s["place"] for s in shown["pipeline"]["stages"]] == [0, 1]
+    assert shown["pipeline"]["stages"][0]["parts"][:2] == ["embed", "layers.0"]
     assert recipes.load("show.json").config.train.seed == 5
+
+
+def test_schedule(capsys, folder):
+    words = ["--pp", "2", "--microbatches", "2", "--json", "s.json", "--svg", "s.svg"]
+    text = output(capsys, "schedule", "1f1b", *words)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[:4] == [
+        "1f1b: pp=2, microbatches=2, chunks=1, F=1 B=2",
+        "",
+        "rank 0 F0 F1 . . B0 ---- . B1 ----",
+        "rank 1 . F0 B0 ---- F1 B1 ---- . .",
+    ]
+    assert "makespan 9 bubble 33.3% all ranks wait for the last" in lines
+    assert "span 9 bubble 33.3% of the slowest rank; none waits" in lines
+    assert lines[lines.index("rank stages held at once of these only for W") :][1:3] == ["0 0 2 0", "1 1 1 0"]
+    assert lines[-2] == "4 messages, each rank posting its own in this order (producer, ranks):"
+    assert lines[-1] == "F0.0 0>1 F0.1 0>1 B1.0 1>0 B1.1 1>0"
+    found = json.loads((folder / "s.json").read_text())
+    assert found["ranks"][1][1] == {"action": "B1.0", "start": 2.0, "end": 4.0}
+    assert found["messages"][0] == {"producer": "F0.0", "consumer": "F1.0", "source": 0, "target": 1}
+    assert (found["makespan"], found["peak"], found["owners"]) == (9.0, [2.0, 1.0], [0, 1])
+    assert "1f1b: pp=2, microbatches=2" in (folder / "s.svg").read_text()
+
+
+def test_schedules_are_priced(capsys, folder):
+    for name in NAMES:
+        text = output(capsys, "schedule", name)
+        assert text.startswith(f"{name}: pp=4, microbatches=8, chunks={2 if name in TWO_CHUNKS else 1}, F=1")
+    text = output(capsys, "schedule", "interleaved", "--chunks", "3", "--cost", "F=2,B=3,comm=0.5")
+    assert "chunks=3, F=2 B=3 comm=0.5" in text
+    assert "0, 4, 8" in text
+    tight, wide = (
+        output(capsys, "schedule", "auto", "--cost", "F=1,I=1,W=0.6", "--limit", limit, "--json", "a.json")
+        and json.loads((folder / "a.json").read_text())
+        for limit in ("2", "8")
+    )
+    assert max(tight["peak"]) == 2
+    assert max(wide["peak"]) > 4
+    assert wide["bubble"] < 0.15 < 0.4 < tight["bubble"]
+
+
+def test_a_wide_schedule_is_not_broken_in_a_pipe_and_folded_in_a_terminal(capsys, monkeypatch):
+    wide = output(capsys, "schedule", "zb_h1", "--microbatches", "40")
+    assert sum(line.startswith("rank 0 ") for line in wide.splitlines()) == 1
+    assert max(map(len, wide.splitlines())) > 500
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "70")
+    folded = output(capsys, "schedule", "zb_h1", "--microbatches", "40")
+    assert sum(line.startswith("rank 0 ") for line in folded.splitlines()) > 5
+    assert all(len(line) <= 70 for line in folded.splitlines() if line.startswith(tuple(f"rank {r}" for r in range(4))))
+    assert all(len(line) <= 70 for line in folded.splitlines() if ">" in line)
+
+
+def test_many_messages_are_written_whole_only_to_a_file(capsys, folder):
+    text = output(capsys, "schedule", "gpipe", "--pp", "3", "--microbatches", "150", "--json", "g.json")
+    assert text.splitlines()[-1] == "and 200 more: --json FILE writes all of them."
+    assert len(json.loads((folder / "g.json").read_text())["messages"]) == 600
+    assert output(capsys, "schedule", "1f1b", "--pp", "1").endswith("\nNo messages.\n")
+
+
+def test_a_schedule_of_ones_own_and_few_microbatches(capsys, folder):
+    source = "def table(p, m, v):\n    return [[(k, r, i) for k in 'FB' for i in range(m)] for r in range(p)]\n"
+    (folder / "own.py").write_text(source)
+    assert main(["schedule", "own.py:table", "--pp", "3", "--microbatches", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("own.py:table: pp=3, microbatches=2, chunks=1, F=1 B=2\n")
+    assert err == (
+        "warning: microbatches=2 is below pp=3: a bubble of 50.0% at unit costs. "
+        "Use microbatches=3 or more to shrink it.\n"
+    )
 
 
 def test_verify(capsys, folder, monkeypatch):
@@ -166,8 +243,17 @@ def test_verify(capsys, folder, monkeypatch):
     assert "first difference in layer" in text
     assert [r["passed"] for r in json.loads((folder / "two.json").read_text())] == [True, False]
     first, second = (config.train for config, _ in asked)
-    assert (first.steps, first.dtype, first.device, first.zero) == (3, "float64", "cpu", 3)
+    assert (first.steps, first.dtype, first.device, first.zero) == (3, "float64", "cpu", "auto")
     assert (second.steps, second.dtype, second.zero) == (2, "float32", 1)
+
+
+def test_fewer_microbatches_than_ranks_are_told_once(capsys, monkeypatch):
+    monkeypatch.setattr(verify, "verify", lambda config, layouts: [])
+    assert main(["verify", "moe_tiny", "--parallel", "pp2", "pp2-tp2", "tp2"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: train.microbatches=1 is below pp=2: a bubble of 50.0%")
+    assert main(["verify", "moe_tiny", "--parallel", "pp2", "--train.microbatches", "2"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_the_default_folder_is_new_each_time(folder, monkeypatch):

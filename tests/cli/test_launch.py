@@ -13,7 +13,7 @@ import pytest
 
 from fivefold.mesh.pool import PRELOAD
 from tests.cli import worker
-from tests.cli.worker import WORLD
+from tests.cli.worker import PIPELINE_TIMEOUT_S, WORLD
 
 LIMIT_S = 60
 
@@ -94,6 +94,42 @@ def test_ranks_that_hang_are_named(tmp_path):
     assert "Did not react, and had to be killed: rank 1. " in err
     assert err.endswith(f"What the others were doing: {tmp_path}/logs/rank2.stopped.txt\n")
     assert "worker.py" in (tmp_path / "logs" / "rank2.stopped.txt").read_text()
+    assert alive(tmp_path) == []
+
+
+WAITED = {  # from its note, or where it was stopped before it could write one, from its progress
+    f"  rank 0 {text} the gradient from B1.2 of rank 1"
+    for text in ("waited at B0.2 for", "was at step 7, B0.2, waiting for")
+}
+
+
+def test_a_pipeline_whose_rank_is_killed(tmp_path):
+    status, _, err = finish(start("pipeline kill", tmp_path), tmp_path)
+    assert status == 1
+    *_, first, waited, other = err.splitlines()
+    assert first == f"rank 1 of {WORLD} was killed by SIGKILL at step 7, B1.2. The system may have run out of memory"
+    assert waited in WAITED and other == "  rank 2 was at step 7, B2.2"
+    assert "Traceback" not in err and "Connection" not in err
+    assert alive(tmp_path) == []
+
+
+def test_a_pipeline_whose_rank_fails(tmp_path):
+    status, _, err = finish(start("pipeline raise", tmp_path), tmp_path)
+    assert status == 1
+    *_, first, waited, other = err.splitlines()
+    assert first == f"rank 1 of {WORLD} failed at step 7, B1.2: ValueError: the first mistake"
+    assert waited in WAITED and other == "  rank 2 was at step 7, B2.2"
+    assert err.count("Traceback") == 1
+    assert alive(tmp_path) == []
+
+
+def test_a_pipeline_whose_rank_hangs(tmp_path):
+    status, _, err = finish(start("pipeline hang", tmp_path), tmp_path)
+    assert time.time() - float((tmp_path / "logs" / "before").read_text()) < PIPELINE_TIMEOUT_S + 5
+    assert status == 1
+    assert f"rank 0 of {WORLD} failed at step 7, B0.2, waiting for the gradient from B1.2 of rank 1: " in err
+    assert "MessageError: rank 0 waited at B0.2 for the gradient from B1.2 of rank 1: " in err  # in the traceback
+    assert err.endswith("  rank 1 was at step 7, B1.2\n  rank 2 was at step 7, B2.2\n")
     assert alive(tmp_path) == []
 
 

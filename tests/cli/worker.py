@@ -6,16 +6,20 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from fivefold.cli.launch import RankError, launch
+from fivefold.cli.main import main as fivefold
 from fivefold.config.errors import ConfigError
 from fivefold.mesh.process import set_step_timeouts
+from fivefold.observe.progress import Progress, progress_file
 
 WORLD = 3
+PIPELINE_TIMEOUT_S = 2.0
 
 
 def work(mode: str, folder: str) -> None:
@@ -47,6 +51,8 @@ def work(mode: str, folder: str) -> None:
         dist.all_reduce(x)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
+    if mode.startswith("pipeline"):
+        pipeline(mode, rank, Path(folder) / "logs")
     if mode == "hang" or (mode == "stuck" and rank == 2):
         time.sleep(300)
     if "RANK" in os.environ:
@@ -55,12 +61,53 @@ def work(mode: str, folder: str) -> None:
         dist.destroy_process_group()
 
 
+class MessageError(RuntimeError):
+    """What the executor raises when a message does not come."""
+
+
+def pipeline(mode: str, rank: int, logs: Path) -> None:
+    """A pipeline that stops in the middle: rank 0 waits for rank 1, and rank 2 is busy elsewhere."""
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    progress = Progress(progress_file(logs, rank))
+    progress.step(7)
+    progress.at(f"B{rank}.2")
+    if rank == 0:
+        progress.at("B0.2, waiting for the gradient from B1.2 of rank 1")
+        (logs / "before").write_text(str(time.time()))
+        try:
+            work = dist.irecv(x, src=1)
+            assert work is not None
+            work.wait(timedelta(seconds=PIPELINE_TIMEOUT_S))
+        except RuntimeError as error:
+            raise MessageError(f"rank 0 waited at B0.2 for the gradient from B1.2 of rank 1: {error}") from error
+    if rank == 2:
+        time.sleep(300)
+    time.sleep(0.3)
+    if mode == "pipeline kill":
+        os.kill(os.getpid(), 9)
+    if mode == "pipeline raise":
+        raise ValueError("the first mistake")
+    time.sleep(300)
+
+
 def run(mode: str, folder: str, world: int) -> None:
-    """Be a command of its own session that launches the ranks and writes to ``out`` and ``err`` in ``folder``."""
+    """Be a command that launches the ranks."""
+    _begin(folder)
+    sys.exit(main(mode, folder, world))
+
+
+def command(argv: list[str], folder: str) -> None:
+    """Be ``fivefold`` with these arguments."""
+    _begin(folder)
+    sys.exit(fivefold(argv))
+
+
+def _begin(folder: str) -> None:
+    """Be in a session of its own and write to ``out`` and ``err`` in ``folder``."""
     os.setsid()
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT), number)
-    sys.exit(main(mode, folder, world))
 
 
 def main(mode: str, folder: str, world: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.config.dims import ParallelDims
@@ -12,6 +12,7 @@ from fivefold.config.errors import ConfigError, divisors, not_multiple
 SIZE = st.integers(1, 6)
 
 
+@settings(deadline=None)
 @given(pp=SIZE, ddp=SIZE, fsdp=SIZE, cp=SIZE, tp=SIZE, data=st.data())
 def test_prints_and_parses(pp, ddp, fsdp, cp, tp, data):
     ep = data.draw(st.sampled_from(divisors(fsdp * cp * tp)))
@@ -67,6 +68,7 @@ def test_every_wrong_word_is_named():
     assert len(caught.value.problems) == 2
 
 
+@settings(deadline=None)
 @given(value=st.integers(1, 10_000), a=st.integers(1, 12), b=st.integers(1, 12))
 def test_not_multiple_offers_the_nearest(value, a, b):
     found = not_multiple("x", value, {"a": a, "b": b})

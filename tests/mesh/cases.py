@@ -143,11 +143,15 @@ def groups(context: RankContext, layouts: list[str]) -> list[tuple[int, float]]:
     return seen
 
 
-def axis_sums(context: RankContext, layout: str) -> dict[str, tuple[tuple[int, ...], float]]:
+def axis_sums(
+    context: RankContext, layout: str, ends: tuple[int, int] | None = None
+) -> dict[str, tuple[tuple[int, ...], float]]:
     """For every axis and join of a layout: its ranks as planned, and the sum of world ranks that really met."""
-    mesh = context.mesh(layout)
+    mesh = context.mesh(layout, ends=ends)
     rank = torch.tensor(float(context.rank))
-    return {axis.name: (axis.ranks, c.sum_values(rank, axis).item()) for axis in mesh._axes.values()}
+    return {
+        "+".join(names): (axis.ranks, c.sum_values(rank, axis).item()) for names, axis in mesh._axes.items()
+    }
 
 
 def groups_of(context: RankContext, layout: str) -> tuple[int, int]:

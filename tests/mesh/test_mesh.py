@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -46,18 +47,18 @@ def rows(dims: ParallelDims, names: tuple[str, ...]) -> list[list[int]]:
 
 
 class Planned(Groups):
-    """Notes which groups are asked for, in order, and creates none."""
+    """Notes which groups are asked for, by ranks and use, in order, and creates none."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
-        self.order: list[tuple[int, ...]] = []
+        self.order: list[tuple[tuple[int, ...], str]] = []
 
-    def create(self, ranks: tuple[int, ...]) -> None:
-        if ranks not in self.order:
-            self.order.append(ranks)
+    def create(self, ranks: tuple[int, ...], use: str = "") -> None:
+        if (ranks, use) not in self.order:
+            self.order.append((ranks, use))
 
-    def __getitem__(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        assert ranks in self.order
+    def get(self, ranks: tuple[int, ...], use: str = "") -> dist.ProcessGroup:
+        assert (ranks, use) in self.order
         assert self.rank in ranks
         return dist.ProcessGroup(dist.HashStore(), ranks.index(self.rank), len(ranks))
 
@@ -80,16 +81,42 @@ def test_axes_of_every_rank(dims: ParallelDims) -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(layouts(largest=24))
-def test_every_rank_creates_the_same_groups_in_the_same_order(dims: ParallelDims) -> None:
+@given(layouts(largest=24), st.booleans(), st.data())
+def test_every_rank_creates_the_same_groups_in_the_same_order(
+    dims: ParallelDims, native: bool, data: st.DataObject
+) -> None:
     planned = [Planned(rank) for rank in range(dims.world)]
-    meshes = [Mesh(dims, rank, groups=planned[rank]) for rank in range(dims.world)]
+    ends = data.draw(st.sampled_from([None, (0, 0), (dims.pp - 1, 0), (dims.pp // 2, dims.pp - 1)]), label="ends")
+    with patch.object(Axis, "native", native):
+        meshes = [Mesh(dims, rank, groups=planned[rank], ends=ends) for rank in range(dims.world)]
     assert all(p.order == planned[0].order for p in planned)
-    wanted = {tuple(row) for names in NAMES for row in rows(dims, names) if len(row) > 1}
+    first, last = sorted(ends or (0, dims.pp - 1))
+    pairs = [(row[first], row[last]) for row in rows(dims, ("pp",)) if first != last]  # who may share a parameter
+    wanted = {(tuple(row), "") for names in NAMES for row in rows(dims, names) if len(row) > 1}
+    wanted |= {(pair, "") for pair in pairs}
+    if native:  # NCCL: messages of one group are one queue, so gradients need a group of their own
+        wanted |= {(tuple(row), "back") for row in rows(dims, ("pp",)) if len(row) > 1}
     assert set(planned[0].order) == wanted
     assert len(planned[0].order) == len(wanted)
     for mesh in meshes:
-        assert all((a.group is None) == (a.size == 1) for a in map(mesh.join, DENSE))
+        assert all((a.group is None) == (a.size == 1) for a in (*map(mesh.join, DENSE), mesh.tie, mesh.pp_back))
+        assert (mesh.pp_back.group is mesh.pp.group) == (not native or mesh.pp.size == 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(layouts(largest=24), st.data())
+def test_the_tie_joins_the_ends_of_each_pipeline(dims: ParallelDims, data: st.DataObject) -> None:
+    """Two ranks, one of the first and one of the last stage, that share every other coordinate."""
+    first, last = (data.draw(st.integers(0, dims.pp - 1)) for _ in range(2))
+    for rank in range(dims.world):
+        mesh = Mesh(dims, rank, connect=False, ends=(first, last))
+        if first == last or mesh.pp.rank not in (first, last):
+            assert (mesh.tie.size, mesh.tie.ranks, mesh.tie.rank) == (1, (rank,), 0)
+        else:
+            assert mesh.tie.ranks == tuple(sorted((mesh.pp.ranks[first], mesh.pp.ranks[last])))
+            assert mesh.tie.ranks[mesh.tie.rank] == rank
+        assert (mesh.pp_back.size, mesh.pp_back.rank, mesh.pp_back.ranks) == (
+            mesh.pp.size, mesh.pp.rank, mesh.pp.ranks)  # fmt: skip
 
 
 def test_attributes_are_the_axes() -> None:
@@ -114,15 +141,27 @@ def test_a_single_rank_needs_no_groups() -> None:
 def test_groups_really_meet(pool: Pools) -> None:
     for layout in ("fsdp2-tp2-ep2", "ddp2-fsdp2-etp2", "pp2-cp2", "tp4-ep2-etp2"):
         for seen in pool(4).run(cases.axis_sums, layout):
-            assert set(seen) == {"+".join(names) for names in NAMES}
+            assert set(seen) == {"pp_back", "tie", *("+".join(names) for names in NAMES)}
             for name, (ranks, total) in seen.items():
                 assert total == sum(ranks) if len(ranks) > 1 else True, name
+
+
+@pytest.mark.parametrize(("layout", "ends"), [("pp2-fsdp2", (0, 1)), ("pp4", (3, 0)), ("pp4", (1, 2)), ("pp4", (2, 2))])
+def test_ties_really_meet(pool: Pools, layout: str, ends: tuple[int, int]) -> None:
+    joined = {ranks for seen in pool(4).run(cases.axis_sums, layout, ends)
+              for ranks, total in [seen["tie"]] if total == sum(ranks)}  # fmt: skip
+    pairs = [seen["tie"][0] for seen in pool(4).run(cases.axis_sums, layout, ends)]
+    assert joined == set(pairs)
+    assert sorted(r for pair in set(pairs) for r in pair) == [0, 1, 2, 3]
+    assert max(map(len, pairs)) == (1 if ends[0] == ends[1] else 2)
 
 
 def test_axes_over_the_same_ranks_share_a_group(pool: Pools) -> None:
     """``fsdp2-tp2``: fsdp, tp and the whole world, whatever the joins; a recorded mesh adds none."""
     assert pool(4).run(cases.groups_of, "fsdp2-tp2") == [(3, 3)] * 4
     assert pool(4).run(cases.groups_of, "tp4") == [(1, 1)] * 4
+    assert pool(4).run(cases.groups_of, "pp2-tp2") == [(3, 3)] * 4  # pp, tp, the world; the tie is pp's own group
+    assert pool(4).run(cases.groups_of, "pp4") == [(2, 2), (1, 1), (1, 1), (2, 2)]  # pp, and the tie of the ends
 
 
 def test_recorded_mesh_leaves_the_first_alone() -> None:

@@ -25,8 +25,9 @@ from fivefold.config.model import (
 )
 from fivefold.layers.microbatch import MicroBatch
 from fivefold.layers.moe import MoE
+from fivefold.mesh.parameter import spec_of
 from fivefold.models.builder import build_parts
-from tests.helpers import microbatch, replace_parameters, single
+from tests.helpers import microbatch, replace_parameters, share_tied, single
 
 HF = Path(__file__).parent / "hf"
 CASES = tuple(sorted(p.name for p in HF.iterdir()))
@@ -124,11 +125,15 @@ class Oracle:
         theirs = load_file(folder / "model.safetensors")
         self.parts = build_parts(single(), self.config)
         for name, part in self.parts.items():
-            values = {p: self._value(theirs, f"{name}.{p}").to(dtype) for p, _ in part.named_parameters()}
+            values = {
+                path: self._value(theirs, spec_of(p).init_name or f"{name}.{path}").to(dtype)
+                for path, p in part.named_parameters()
+            }
             replace_parameters(part, values)
             for path, buffer in part.named_buffers():
                 if path == "ffn.bias":
                     buffer.copy_(theirs.get(their_name(f"{name}.{path}"), torch.zeros_like(buffer)))
+        share_tied(self.parts)
 
     def _value(self, theirs: dict[str, Tensor], ours: str) -> Tensor:
         if self.is_stack(ours):
@@ -167,7 +172,7 @@ class Oracle:
                     stem, _, kind = their_name(f"{name}.{path}").rpartition("mlp.")
                     ours |= {f"{stem}mlp.experts.{e}.{kind}": g for e, g in enumerate(p.grad)}
                 else:
-                    ours[their_name(f"{name}.{path}")] = p.grad
+                    ours[their_name(spec_of(p).init_name or f"{name}.{path}")] = p.grad
         return {
             name: (ours[name], value)
             for key, value in self.values.items()

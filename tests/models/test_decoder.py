@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from fivefold.config.dims import ParallelDims
 from fivefold.config.model import DecoderConfig
@@ -21,7 +22,8 @@ from fivefold.observe.recorder import FlightRecorder
 from fivefold.recipes.deepseek import deepseek_v2_lite, deepseek_v3
 from fivefold.recipes.llama3 import llama3_8b, llama3_70b, llama3_405b
 from fivefold.recipes.tiny import dense_tiny, moe_tiny
-from tests.helpers import error, forward, materialise, microbatch, single
+from fivefold.wrap.entries import collect
+from tests.helpers import error, forward, materialise, microbatch, replace_parameters, single
 
 ROOT = Path(__file__).parents[2]
 RELEASED = {
@@ -129,11 +131,38 @@ def test_tied_across_stages(first):
 def test_tied_on_one_rank():
     config = decoder(tied=True)
     parts = build(single(), config)
-    names = [f"{n}.{path}" for n, part in parts.items() for path, _ in part.named_parameters()]
-    assert "head.weight" not in names
-    assert not spec_of(parts["embed"].weight).tied
-    assert parts["head"].uses_parameters_of == ("embed",)
-    assert build(single(), decoder())["head"].uses_parameters_of == ()
+    held = collect(parts, single())
+    assert held.borrowed == {"head": ["embed"]}
+    groups = [(part, e) for part, of in held.groups.items() for entries in of.values() for e in entries]
+    assert [(part, len(e.uses), e.original) for part, e in groups if e.name == "embed.weight"] == [("embed", 2, True)]
+    assert "head.weight" not in {e.name for _, e in groups}
+    assert collect(build(single(), decoder()), single()).borrowed == {}
+
+
+def test_a_tied_matrix_gets_the_gradients_of_both_uses():
+    """Against the same model untied: one matrix, two gradients, one sum."""
+    mb, grads = microbatch(*rows()), {}
+    for tied in (True, False):
+        parts = build(single(), decoder(tied=tied))
+        materialise(parts, single())
+        if not tied:  # start where the tied one does
+            values = {n: p.detach() for n, p in grads["parts"]["head"].named_parameters()}
+            replace_parameters(parts["head"], {n: x.clone() for n, x in values.items()})
+            replace_parameters(parts["embed"], {"weight": values["weight"].clone()})
+        forward(parts.values(), mb).backward()
+        grads["parts"], grads[tied] = parts, [parts[n].get_parameter("weight").grad for n in ("embed", "head")]
+    assert grads[True][0] is grads[True][1]
+    assert error(grads[True][0], sum(grads[False])) < 1e-14
+
+
+def test_parameters_of_two_parts_are_one_where_they_are_the_same_object():
+    """A user's own way to tie, without a name: the first part owns it, the second borrows."""
+    first, second = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    second[0].weight = first.weight
+    held = collect({"a": first, "b": second}, single())
+    assert held.borrowed == {"b": ["a"]}
+    names = {part: [e.name for of in groups.values() for e in of] for part, groups in held.groups.items()}
+    assert names == {"a": ["a.weight", "a.bias"], "b": ["b.0.bias", "b.1.weight", "b.1.bias"]}
 
 
 def test_bias_is_off_where_the_configuration_says():

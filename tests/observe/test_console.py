@@ -139,3 +139,9 @@ def test_words():
     assert [quantity(x) for x in (12.3, 12345, 671.03e9)] == ["12.3", "12.3k", "671G"]
     assert [size(x) for x in (12, 1536, 3 * 2**40)] == ["12 B", "1.50 KiB", "3.00 TiB"]
     assert describe({"mfu": None, "loss": math.inf, "other": 1.0}) == "loss inf"
+
+
+def test_a_pipelines_bubble_is_shown_between_rate_and_memory() -> None:
+    values = {"memory_bytes": 2**30, "bubble": 0.25, "tokens_per_s": 1000.0}
+    assert describe(values) == "1k tokens/s  bubble 25.0%  1.00 GiB"
+    assert "bubble" not in describe(values, brief=True)

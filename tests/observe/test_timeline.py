@@ -23,8 +23,8 @@ from fivefold.observe.timeline import (
 def one_f_one_b(shift: tuple[float, float] = (0.0, 0.0)) -> list[list[Span]]:
     """1F1B on two stages and two microbatches, F of 1 s and B of 2 s; the clock of each rank is ``shift`` ahead.
 
-        rank 0   F0 F1 .  .  B0 B0 B1 B1
-        rank 1   .  F0 B0 B0 F1 B1 B1
+    rank 0   F0 F1 .  .  B0 B0 B1 B1
+    rank 1   .  F0 B0 B0 F1 B1 B1
     """
     rows = (
         [("step", -1, -1, 0, 8.5), ("F", 0, 0, 0, 1), ("F", 0, 1, 1, 2), ("wait", 0, 0, 2, 4), ("B", 0, 0, 4, 6),

@@ -1,18 +1,24 @@
 """What is proved equal to one rank: rows of a grid of layouts and options, and a small set that covers all their pairs.
 
 A row is data. It names a layout, a model and the options that decide how a step is run; ``config`` is the run it means.
+The rows of this grid have one stage; those of a pipeline are in :mod:`.pipelines`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 from fivefold.config.base import Part
+from fivefold.config.dims import ParallelDims
+from fivefold.config.model import DecoderConfig
 from fivefold.config.run import RunConfig
 from fivefold.recipes.tiny import dense_tiny, moe_tiny
+from fivefold.schedule.named import SCHEDULES
 
 from . import plain
 
@@ -27,6 +33,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "full"),
 }
 STEPS = 3
+Legal = Callable[[Mapping[str, Any]], bool]
 
 
 def changed(part: Part, name: str, value: Any) -> Any:
@@ -58,6 +65,10 @@ class Row:
     zero: int = 1
     microbatches: int = 1
     recompute: str = "none"
+    schedule: str = ""
+    """Of the pipeline; with one, the run has 24 short rows and an odd number of layers."""
+    tied: bool = False
+    """Whether the head is the embedding."""
     changes: tuple[tuple[str, Any], ...] = ()
     """Other fields of the run by dotted name, with their values."""
 
@@ -65,11 +76,25 @@ class Row:
     def config(self) -> RunConfig:
         """The run. Small buffers are off unless the row sets them: at parity size every parameter is small."""
         config = MODELS[self.model]().model_copy(update={"parallel": self.layout})
-        own = {"steps": STEPS, "dtype": "float64", "small_buffer": 0, "zero": self.zero,
-               "microbatches": self.microbatches, "recompute": self.recompute}  # fmt: skip
-        for name, value in [*((f"train.{k}", v) for k, v in own.items()), *self.changes]:
+        own = {"train.steps": STEPS, "train.dtype": "float64", "train.small_buffer": 0, "train.zero": self.zero,
+               "train.microbatches": self.microbatches, "train.recompute": self.recompute}  # fmt: skip
+        if self.tied:
+            own["model.tied"] = True
+        if self.schedule:
+            own |= {"pipeline.schedule": self.schedule, "data.batch_size": 24, "data.sequence_length": 6}
+            if isinstance(config.model, DecoderConfig):
+                own["model.n_layers"] = self.layers
+        if self.schedule == "auto":
+            own["pipeline.costs"] = "F=1,I=1.3,W=0.6,comm=0.2"
+        for name, value in [*own.items(), *self.changes]:
             config = changed(config, name, value)
         return config
+
+    @property
+    def layers(self) -> int:
+        """Of a decoder under a schedule: odd, and no fewer than its stages need beside embedding and head."""
+        chunks = SCHEDULES[self.schedule].chunks if self.schedule in SCHEDULES else 1
+        return 7 if chunks * ParallelDims.parse(self.layout).pp > 7 else 5
 
     @property
     def world(self) -> int:
@@ -78,14 +103,16 @@ class Row:
 
     def __str__(self) -> str:
         words = [self.layout, self.model, f"zero{self.zero}", f"mb{self.microbatches}", self.recompute]
+        words += [Path(self.schedule).name] * bool(self.schedule) + ["tied"] * self.tied
         return " ".join([*words, *(f"{name.split('.', 1)[1]}={value}" for name, value in self.changes)])
 
 
 def row(layout: str, model: str = "moe", zero: int = 1, microbatches: int = 1, recompute: str = "none",
-        **changes: Any) -> Row:  # fmt: skip
+        schedule: str = "", tied: bool = False, **changes: Any) -> Row:  # fmt: skip
     """A row; ``changes`` have two underscores for each dot."""
     dotted = tuple((name.replace("__", "."), value) for name, value in changes.items())
-    return Row(layout=layout, model=model, zero=zero, microbatches=microbatches, recompute=recompute, changes=dotted)
+    return Row(layout=layout, model=model, zero=zero, microbatches=microbatches, recompute=recompute, schedule=schedule,
+               tied=tied, changes=dotted)  # fmt: skip
 
 
 def full() -> Iterator[Row]:
@@ -94,14 +121,18 @@ def full() -> Iterator[Row]:
         yield Row(**dict(zip(OPTIONS, values, strict=True)))
 
 
-def pairwise(options: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+def pairwise(options: Mapping[str, Sequence[Any]], legal: Legal = lambda choice: True) -> list[dict[str, Any]]:
     """Choices of one value per option in which every two values of different options meet at least once.
 
     Greedy: each choice starts from a pair that has not met, and gives every other option the value that makes most
-    new pairs with what is chosen.
+    new pairs with what is chosen, or else the one that was chosen least.
+
+    Args:
+        legal: whether values can be chosen together; each option must keep a value that goes with any legal others.
     """
     names = list(options)
-    unmet = {((a, x), (b, y)) for a, b in combinations(names, 2) for x in options[a] for y in options[b]}
+    unmet = {((a, x), (b, y)) for a, b in combinations(names, 2) for x in options[a] for y in options[b]
+             if legal({a: x, b: y})}  # fmt: skip
 
     def gain(chosen: Mapping[str, Any], name: str, value: Any) -> int:
         at = names.index(name)
@@ -109,11 +140,14 @@ def pairwise(options: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
                    for o, v in chosen.items())  # fmt: skip
 
     choices: list[dict[str, Any]] = []
+    used: Counter[tuple[str, Any]] = Counter()
     while unmet:
         chosen = dict(min(unmet, key=repr))
         for name in names:
             if name not in chosen:
-                chosen[name] = max(options[name], key=lambda value, n=name: gain(chosen, n, value))
+                able = [value for value in options[name] if legal({**chosen, name: value})]
+                chosen[name] = max(able, key=lambda value, n=name: (gain(chosen, n, value), -used[n, value]))
+        used.update(chosen.items())
         unmet -= set(combinations([(n, chosen[n]) for n in names], 2))
         choices.append({n: chosen[n] for n in names})
     return choices

@@ -6,9 +6,9 @@ or that one of the five rules excludes (``docs/design.md``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -16,79 +16,18 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fivefold.config.run import RunConfig
 from fivefold.layers import gqa, head, mla, moe, norm, swiglu
 from fivefold.mesh.collectives import all_gather, all_reduce, replicate, shard
 from fivefold.mesh.mesh import Mesh
-from fivefold.mesh.pool_worker import RankContext
 from fivefold.mesh.run import Run
 from fivefold.ops import routing
-from fivefold.tools import verify
-from fivefold.tools.verify import Report
 from fivefold.train import balance, batch, gradients, state, step
 from fivefold.wrap import buffer
 from fivefold.wrap.buffer import Buffer
 from fivefold.wrap.data import Stage
-from fivefold.wrap.pipeline import Executor
 
-from .grid import Row, row
-
-Plant = Callable[[Mesh], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mutation:
-    """A planted mistake."""
-
-    name: str
-    plant: Plant
-    """Makes the mistake on a rank of this mesh while entered."""
-    row: Row
-    """The smallest row that covers it."""
-    wrong: tuple[str, ...]
-    """Fields of the report that must show it; errors that must be over the tolerance, booleans that must be false."""
-    right: tuple[str, ...] = ()
-    """Fields that must not show it: what a test of these alone would miss."""
-    worst: str = ""
-    """Part of the name of the worst parameter."""
-    first: str = ""
-    """Beginning of the first difference; ``none`` where every part's output and its gradient are right."""
-
-
-MUTATIONS: dict[str, Mutation] = {}
-
-
-def mutation(
-    at: Row, *wrong: str, right: tuple[str, ...] = (), worst: str = "", first: str = ""
-) -> Callable[[Plant], Plant]:
-    """Register the decorated function as a mutation that must be found in row ``at``."""
-
-    def register(plant: Plant) -> Plant:
-        name = getattr(plant, "__name__", "")
-        MUTATIONS[name] = Mutation(name=name, plant=plant, row=at, wrong=wrong, right=right, worst=worst, first=first)
-        return plant
-
-    return register
-
-
-def planted(context: RankContext, name: str, config: RunConfig, steps: int, tolerance: float) -> Report | None:
-    """One rank's part of verifying ``config`` with a mistake in every run but the oracle's."""
-    real = verify.run_steps
-
-    def run_steps(config: RunConfig, mesh: Mesh, *args: Any, **kwargs: Any) -> verify.Outcome:
-        if config == verify.one_rank(config):
-            return real(config, mesh, *args, **kwargs)
-        with MUTATIONS[name].plant(mesh):
-            return real(config, mesh, *args, **kwargs)
-
-    with patch.object(verify, "run_steps", run_steps):
-        return verify.verify_rank(context, config, steps, tolerance)
-
-
-def own_value(x: Tensor, axis: Any) -> Tensor:
-    """A sum over ranks that is not one."""
-    return x
-
+from .grid import row
+from .planting import mutation, own_value
 
 # ---- the gradient rule -----------------------------------------------------------------------------------------------
 
@@ -250,7 +189,7 @@ def unit_reduced_too_early(mesh: Mesh) -> AbstractContextManager[Any]:
     before = Stage._before_backward
 
     def early(self: Stage, i: int) -> None:
-        self.units[i].reduce(last=self.last_backward)
+        self.units[i].reduce(last=self._last)
         before(self, i)
 
     def after(self: Stage, i: int) -> None:
@@ -305,21 +244,21 @@ def only_last_microbatch_reduced(mesh: Mesh) -> AbstractContextManager[Any]:
 @mutation(row("fsdp2", "dense", 3, 2), "gradient", "grad_norm", first="layers.3 (gradient")
 def accumulation_averages(mesh: Mesh) -> AbstractContextManager[Any]:
     """Each microbatch's gradient is divided by their number, on top of the loss's own division."""
-    real = Executor._backward
-    return patch.object(Executor, "_backward", lambda self, action, stage, y: real(self, action, stage, y / 2))
+    real = Stage.backward
+    return patch.object(Stage, "backward", lambda self, y, gradient, **kw: real(self, y, gradient / 2, **kw))
 
 
 @mutation(row("ddp2-tp2", "moe", 2, 2, train__small_buffer=300), "gradient")
 def small_parameters_keep_last_microbatch(mesh: Mesh) -> AbstractContextManager[Any]:
     """The buffer of small parameters forgets its sum when a microbatch ends."""
-    real = Stage.end_backward
+    real = Stage.backward
 
-    def end(self: Stage) -> None:
-        real(self)
+    def backward(self: Stage, *args: Any, last: bool, waits: bool) -> None:
+        real(self, *args, last=last, waits=waits)
         for b in self._shared.buffers:
-            b._written = set() if not self.last_backward else b._written
+            b._written = b._written if last else set()
 
-    return patch.object(Stage, "end_backward", end)
+    return patch.object(Stage, "backward", backward)
 
 
 # ---- the loss rule ---------------------------------------------------------------------------------------------------

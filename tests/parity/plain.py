@@ -1,4 +1,4 @@
-"""A user's own model of plain torch modules, without a ``SHARDING`` table: every rank holds it whole.
+"""A user's own model of plain torch modules, without a ``SHARDING`` table: every rank of a stage holds it whole.
 
 Letters: B sequences, T tokens of a sequence, D width.
 """
@@ -58,22 +58,32 @@ class Loss(nn.Module):
         return F.cross_entropy(self.out(x).flatten(0, 1), mb.targets.flatten(), reduction="sum") / mb.n_targets
 
 
+class PlainConfig(ModelConfig):
+    """A model that says what its parts are, so that it can be cut into stages."""
+
+    def part_costs(self, sequence_length: int) -> dict[str, float]:
+        first, last = ("embed", "head") if self.builder.endswith("build_between") else ("look", "loss")
+        return {first: 0.5, "mix.0": 2.0, "mix.1": 2.0, last: 2.5}
+
+
 def build(run: Run, config: ModelConfig, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
     """All plain: rows may be divided, sequences and matrices not."""
-    return {"look": Look(config.vocab_size), "mix.0": Mix(), "mix.1": Mix(), "loss": Loss(config.vocab_size)}
+    kinds = {"look": lambda: Look(config.vocab_size), "mix.0": Mix, "mix.1": Mix, "loss": lambda: Loss(config.vocab_size)}
+    return {name: kinds[name]() for name in (kinds if names is None else names)}
 
 
 def build_between(run: Run, config: ModelConfig, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
     """Plain blocks between the library's embedding and head: under ``tp`` they see their rank's tokens."""
     init = Init(std=DIM**-0.5)
-    return {"embed": Embedding(run, config.vocab_size, DIM, init), "mix.0": Mix(), "mix.1": Mix(),
-            "head": Head(run, config.vocab_size, DIM, 1e-6, init)}  # fmt: skip
+    kinds = {"embed": lambda: Embedding(run, config.vocab_size, DIM, init), "mix.0": Mix, "mix.1": Mix,
+             "head": lambda: Head(run, config.vocab_size, DIM, 1e-6, init)}  # fmt: skip
+    return {name: kinds[name]() for name in (kinds if names is None else names)}
 
 
 def recipe() -> RunConfig:
     """The plain model at parity size."""
     return RunConfig(
-        model=ModelConfig(builder=f"{__file__}:build", vocab_size=37),
+        model=PlainConfig(builder=f"{__file__}:build", vocab_size=37),
         data=DataConfig(files=("random",), batch_size=8, sequence_length=16),
         optim=OptimConfig(lr=1e-2),
         train=TrainConfig(steps=3, small_buffer=0),
@@ -83,4 +93,4 @@ def recipe() -> RunConfig:
 def between() -> RunConfig:
     """Plain blocks between sharded ends."""
     config = recipe()
-    return config.model_copy(update={"model": ModelConfig(builder=f"{__file__}:build_between", vocab_size=37)})
+    return config.model_copy(update={"model": PlainConfig(builder=f"{__file__}:build_between", vocab_size=37)})

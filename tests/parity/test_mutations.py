@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from fivefold.mesh.pool import Pool
+from fivefold.mesh.pool import Pool, PoolError
 from fivefold.tools.verify import TOLERANCE, Report, verify_rank
 
+from . import mutations, pipeline_mutations
 from .grid import STEPS, Row
-from .mutations import MUTATIONS, planted
+from .planting import MUTATIONS, planted
 
 Pools = Callable[[int], Pool]
 LIMIT = TOLERANCE["float64"]
@@ -27,7 +28,11 @@ def is_right(report: Report, field: str) -> bool:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mistake_is_found(pool: Pools, name: str) -> None:
     m = MUTATIONS[name]
-    report = pool(m.row.world).run(planted, name, m.row.config, STEPS, LIMIT)[0]
+    if m.raises:
+        with pytest.raises(PoolError, match=m.raises):
+            pool(m.row.world).run(planted, m.plant, m.row.config, STEPS, LIMIT)
+        return
+    report = pool(m.row.world).run(planted, m.plant, m.row.config, STEPS, LIMIT)[0]
     assert not report.passed, report
     assert [field for field in m.wrong if is_right(report, field)] == [], report
     assert [field for field in m.right if not is_right(report, field)] == [], report
@@ -42,5 +47,6 @@ def test_row_passes_without(pool: Pools, row: Row) -> None:
 
 
 def test_one_for_every_rule_and_more() -> None:
-    assert len(MUTATIONS) >= 30
-    assert all(m.wrong for m in MUTATIONS.values())
+    assert {m.plant.__module__ for m in MUTATIONS.values()} == {mutations.__name__, pipeline_mutations.__name__}
+    assert len(MUTATIONS) >= 70
+    assert all(m.wrong or m.raises for m in MUTATIONS.values())

@@ -6,7 +6,7 @@ import time
 from itertools import accumulate, combinations, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.schedule.split import balanced, cut
@@ -23,6 +23,7 @@ def every_cut(n: int, n_stages: int) -> list[tuple[int, ...]]:
     return [tuple(b - a for a, b in pairwise(cut)) for cut in cuts]
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([0, 0.25, 1, 2, 2.5, 3, 7]), min_size=1, max_size=9), st.data())
 def test_no_cut_is_better(costs: list[float], data: st.DataObject) -> None:
     n_stages = data.draw(st.integers(1, len(costs)))

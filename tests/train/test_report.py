@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,17 @@ import rich.console
 import torch
 
 from fivefold.mesh.mesh import Mesh
+from fivefold.mesh.pool import Pool
 from fivefold.observe.console import Console
+from fivefold.observe.recorder import SpanRecorder
+from fivefold.observe.timeline import achieved_bubble
 from fivefold.train import report
 from fivefold.train.evaluate import Evaluation
 from fivefold.train.report import Reporting, parameter_norms
 from fivefold.train.state import TrainState, build_state
 from fivefold.train.step import StepStats, train_step
 from tests.parity.grid import row
+from tests.train import spans
 from tests.wrap.cases import batches
 
 
@@ -31,9 +36,9 @@ class Clock:
         return self.now
 
 
-def one_step(**changes: Any) -> tuple[TrainState, StepStats]:
-    config = row("single", "moe", train__steps=20, **changes).config
-    state = build_state(config, Mesh.single())
+def one_step(microbatches: int = 1, **changes: Any) -> tuple[TrainState, StepStats]:
+    config = row("single", "moe", 1, microbatches, train__steps=20, **changes).config
+    state = build_state(config, Mesh.single(recorder=SpanRecorder()))
     source = batches(config, state.mesh)
     stats = train_step(state, source.batch(source.rows(1)))
     source.close()
@@ -131,3 +136,46 @@ def test_the_first_the_last_and_every_nth_step_report(tmp_path: Path) -> None:
     told.close()
     assert [line["step"] for line in lines(tmp_path)] == [1, 7, 14, 20]
     assert torch.isfinite(torch.tensor([line["tokens_per_s"] for line in lines(tmp_path)])).all()
+
+
+def actions(path: Path, rank: int) -> list[str]:
+    """The actions of a ``pp`` rank in a trace, in order."""
+    events = json.loads(path.read_text())["traceEvents"]
+    return [e["name"] for e in events if (e["ph"], e["pid"], e.get("tid")) == ("X", rank, 0)]
+
+
+def test_one_ranks_timeline_of_each_reported_step(tmp_path: Path) -> None:
+    state, stats = one_step(2, metrics__tensorboard=False, metrics__every=7, metrics__timeline=True)
+    told, _ = reporting(state, tmp_path)
+    told.start(0)
+    for state.step in (1, 2, 20):
+        told.step(state, stats, 0.0)
+    told.close()
+    assert sorted(path.name for path in (tmp_path / "timeline").iterdir()) == ["step1.json", "step20.json"]
+    assert actions(tmp_path / "timeline" / "step1.json", 0) == ["F0.0", "B0.0", "F0.1", "B0.1"]
+    assert not any("bubble" in line for line in lines(tmp_path))
+
+
+def test_the_bubble_of_a_pipeline_is_that_of_its_timeline(pool: Callable[[int], Pool], tmp_path: Path) -> None:
+    config = row("pp2", "moe", 1, 4, metrics__timeline=True, metrics__every=2, metrics__tensorboard=False).config
+    pool(2).run(spans.reported, config, tmp_path, 2)
+    found = lines(tmp_path)
+    assert [line["step"] for line in found] == [1, 2]
+    for line in found:
+        path = tmp_path / "timeline" / f"step{line['step']}.json"
+        assert actions(path, 0) == ["F0.0", "F0.1", "B0.0", "F0.2", "B0.1", "F0.3", "B0.2", "B0.3"]
+        assert actions(path, 1) == [f"{kind}1.{m}" for m in range(4) for kind in "FB"]
+        events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X" and e["tid"] == 0]
+        busy = [sum(e["dur"] for e in events if e["pid"] == rank) for rank in (0, 1)]
+        assert line["bubble"] == pytest.approx(1 - max(busy) / max(e["ts"] + e["dur"] for e in events))
+        assert 0 < line["bubble"] < 1
+
+
+def test_spans_of_all_pipeline_ranks(pool: Callable[[int], Pool]) -> None:
+    """Each rank has one span more than the one before it, on a clock of its own."""
+    for ranks in pool(4).run(spans.gathered, "pp4"):
+        assert [len(spans) for spans in ranks] == [1, 2, 3, 4]
+        assert [span.name for span in ranks[2]] == ["F2.0", "F2.1", "F2.2"]
+        assert [(span.begin, span.end) for span in ranks[2]] == [(0, 3), (1, 4), (2, 5)]
+        assert achieved_bubble(ranks) == pytest.approx(1 - 4 * 4 / 7)
+    assert pool(2).run(spans.gathered, "fsdp2")[1] == [[spans.of(0, 0)]]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from fivefold.config.run import RunConfig
 from fivefold.data.synthetic import Synthetic
@@ -203,9 +204,7 @@ def mixed(context: RankContext, layout: str, compute: str, microbatches: int) ->
     stage.begin()
     for m in range(microbatches):
         loss = stage.forward(None, torch.tensor(1.0 + data + 10 * m, dtype=torch.float64))
-        stage.last_backward = m == microbatches - 1
-        loss.backward()
-        stage.end_backward()
+        stage.backward(get_gradient_edge(loss), torch.ones_like(loss), last=m == microbatches - 1)
     stage.finish()
     gradients = {}
     for name, shape in ((n, SHAPES[n]) for n in ("wide", "narrow", "idle")):

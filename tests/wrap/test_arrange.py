@@ -16,7 +16,7 @@ from fivefold.models.builder import build_parts
 from fivefold.recipes import load
 from fivefold.wrap.arrange import ALIGN, Arrangement, arrange
 from fivefold.wrap.buffer import sizes_of
-from fivefold.wrap.data import group_entries
+from fivefold.wrap.entries import collect
 
 Sizes = list[tuple[int, int]]
 SIZES = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 48)).map(lambda x: (x[0] * x[1], x[1])), max_size=12)
@@ -93,8 +93,9 @@ MODELS = {
 def test_padding_of_real_models_is_small(recipe: str, share: float, layout: str) -> None:
     run = Run(Mesh(ParallelDims.parse(layout), connect=False))
     stored = padding = 0
-    for name, part in build_parts(run, load(recipe).config.model, tuple(MODELS[recipe])).items():
-        for key, entries in group_entries(name, part, run).items():
+    parts = build_parts(run, load(recipe).config.model, tuple(MODELS[recipe]))
+    for name, groups in collect(parts, run).groups.items():
+        for key, entries in groups.items():
             plan = arrange(sizes_of(entries), key[0].size)
             stored += plan.shard * key[0].size * MODELS[recipe][name]
             padding += plan.padding * MODELS[recipe][name]

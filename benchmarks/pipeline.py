@@ -1,0 +1,277 @@
+"""Our executor against torch's ``torch.distributed.pipelining``: the same blocks, weights, microbatches and schedule.
+
+Measured is what an executor does: forwards, backwards and messages of one step, gradients summed over microbatches in
+the parameters. There is no optimizer step. Gradients are compared before anything is timed. Memory is the peak, within
+a step, of the bytes of tensors that live on a rank, whoever made them and whatever for: buffers for messages that a
+side keeps between steps count.
+
+Shapes: B sequences of a microbatch, T tokens of a sequence, D width.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fivefold.mesh.mesh import Mesh
+from fivefold.mesh.pool import Pool
+from fivefold.mesh.pool_worker import RankContext
+from fivefold.mesh.run import Run
+from fivefold.observe.recorder import SpanRecorder
+from fivefold.ops.linear import linear
+from fivefold.schedule.named import build
+from fivefold.schedule.table import owners
+from fivefold.wrap.data import Stage
+from fivefold.wrap.pipeline import Executor
+
+from .contest import Contestant, compete, ratio
+from .table import Table, seconds
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "interleaved_split": ScheduleInterleavedZeroBubble,
+    "looped_bfs": ScheduleLoopedBFS,
+    "zb_v": ScheduleZBVZeroBubble,
+    "dualpipe_v": ScheduleDualPipeV,
+}
+"""Ours, and torch's of the same kind."""
+SINGLE = (ScheduleGPipe, Schedule1F1B)
+BLOCKS, WIDTH, HEADS, LENGTH, SEQUENCES = 8, 256, 4, 128, 1
+MICROBATCHES = 8
+TOLERANCE = 1e-5
+GOAL = "1"
+"""Ours over torch's, of CPU seconds, wall seconds and memory alike."""
+
+
+@dataclass
+class Microbatch:
+    """What the first block starts from and what the loss compares with, each where it is used. ``[B, T, D]``"""
+
+    x: Tensor | None
+    target: Tensor | None
+
+
+class Block(nn.Module):
+    """A transformer block of plain operators; its matrices go through ``linear``, which without a queue is torch's."""
+
+    def __init__(self, run: Run, index: int) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.qkv, self.out = _matrix(3 * WIDTH, WIDTH), _matrix(WIDTH, WIDTH)
+        self.up, self.down = _matrix(4 * WIDTH, WIDTH), _matrix(WIDTH, 4 * WIDTH)
+        self._run = run
+
+    def forward(self, x: Tensor | None, microbatch: Microbatch | None = None) -> Tensor:
+        if x is None:
+            assert microbatch is not None and microbatch.x is not None
+            x = microbatch.x
+        queue = self._run.queue
+        q, k, v = linear(self.norm1(x), self.qkv, queue).unflatten(-1, (3, HEADS, -1)).transpose(1, 3).unbind(2)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + linear(attended, self.out, queue)
+        return x + linear(F.gelu(linear(self.norm2(x), self.up, queue)), self.down, queue)
+
+
+def _matrix(rows: int, columns: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(rows, columns) / columns**0.5)
+
+
+def loss_of(y: Tensor, target: Tensor) -> Tensor:
+    """A share of the mean square over the whole batch."""
+    return (y - target).square().sum() / (MICROBATCHES * target.numel())
+
+
+class Loss(nn.Module):
+    """The last part of ours."""
+
+    def forward(self, y: Tensor, microbatch: Microbatch) -> Tensor:
+        assert microbatch.target is not None
+        return loss_of(y, microbatch.target)
+
+
+def _batch(context: RankContext, owner: Sequence[int]) -> tuple[Tensor | None, Tensor | None]:
+    """Inputs and targets of all microbatches, on the ranks of the first and of the last stage."""
+    ends = zip((1, 2), (owner[0], owner[-1]), strict=True)
+    shape = MICROBATCHES * SEQUENCES, LENGTH, WIDTH
+    x, target = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) if rank == context.rank else None
+                 for seed, rank in ends)  # fmt: skip
+    return x, target
+
+
+def _blocks_of(stage: int, n_stages: int) -> range:
+    each = BLOCKS // n_stages
+    return range(stage * each, (stage + 1) * each)
+
+
+def build_ours(context: RankContext, name: str) -> Callable[[], Tensor]:
+    """A step of ours, on the table of the schedule."""
+    return _ours(context, name)[1]
+
+
+def _ours(context: RankContext, name: str) -> tuple[dict[int, Stage], Callable[[], Tensor]]:
+    table = build(name, context.world, MICROBATCHES)
+    run = Run(context.mesh(f"pp{context.world}", SpanRecorder()))  # as a training run has it
+    owner = owners(table)
+    stages: dict[int, Stage] = {}
+    for stage, rank in enumerate(owner):
+        if rank == context.rank:
+            parts: dict[str, nn.Module] = {str(i): Block(run, i) for i in _blocks_of(stage, len(owner))}
+            stages[stage] = Stage(parts | ({"loss": Loss()} if stage == len(owner) - 1 else {}), run, zero=1)
+    executor = Executor(table, stages, run)
+    halves = ([None] * MICROBATCHES if each is None else each.chunk(MICROBATCHES) for each in _batch(context, owner))
+    microbatches = [Microbatch(*pair) for pair in zip(*halves, strict=True)]
+    return stages, lambda: executor.step(microbatches)
+
+
+def build_torch(context: RankContext, name: str) -> Callable[[], None]:
+    """A step of torch's, with its schedule of the same kind."""
+    return _torch(context, name)[1]
+
+
+def _torch(context: RankContext, name: str) -> tuple[list[nn.Module], Callable[[], None]]:
+    schedule = SCHEDULES[name]
+    owner = owners(build(name, context.world, MICROBATCHES))  # the placement is the same
+    run = Run(Mesh.single())
+    modules, stages = [], []
+    for stage, rank in enumerate(owner):
+        if rank == context.rank:
+            module = nn.Sequential()
+            for i in _blocks_of(stage, len(owner)):
+                module.add_module(str(i), Block(run, i))
+            modules.append(module)
+            stages.append(PipelineStage(module, stage, len(owner), torch.device("cpu")))
+    runner = schedule(stages[0] if schedule in SINGLE else stages, MICROBATCHES, loss_fn=loss_of, scale_grads=False)
+    x, target = _batch(context, owner)
+    given = () if x is None else (x,)
+
+    def step() -> None:
+        for module in modules:
+            module.zero_grad()
+        runner.step(*given, target=target, return_outputs=False)
+
+    return modules, step
+
+
+def check_gradients(context: RankContext, name: str) -> float:
+    """The largest relative difference between gradients of the two on this rank, after a step of each.
+
+    Raises:
+        AssertionError: if it is above ``TOLERANCE``, or if the two do not have the same parameters.
+    """
+    stages, ours = _ours(context, name)
+    modules, theirs = _torch(context, name)
+    ours()
+    theirs()
+    want = {n: p.grad for module in modules for n, p in module.named_parameters()}
+    got = {s.piece.name: s.value.grad for stage in stages.values() for s in stage.shards}
+    assert set(got) == set(want), f"{sorted(set(got) ^ set(want))} are parameters of one side only"
+    worst = 0.0
+    for parameter, expected in want.items():
+        found = got[parameter]
+        assert found is not None and expected is not None
+        worst = max(worst, float((found.view_as(expected) - expected).abs().max() / expected.abs().max()))
+    assert worst < TOLERANCE, f"gradients differ by {worst:.1e}"
+    return worst
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of every storage that an operator made, as long as it lives, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor):
+                self._count(x.untyped_storage())
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._refs:
+            self.now += size
+            self._refs[key] = weakref.ref(storage, lambda _: self._forget(key, size))
+
+    def _forget(self, key: int, size: int) -> None:
+        self.now -= size
+        del self._refs[key]
+
+
+def peak_bytes(context: RankContext, name: str, make: Callable[..., Callable[[], object]]) -> int:
+    """Bytes of tensors alive at the peak of a step, of one side from its making on."""
+    with Live() as live:
+        step = make(context, name)
+        step()
+        live.peak = live.now
+        step()
+    return live.peak
+
+
+@dataclass
+class Side:
+    """One of the two on one schedule: its times, and each rank's peak of memory."""
+
+    contestant: Contestant
+    peaks: list[int]
+
+    @classmethod
+    def of(cls, pool: Pool, who: str, name: str, make: Callable[..., Callable[[], object]]) -> Side:
+        return cls(Contestant(who, pool, make, (name,)), pool.run(peak_bytes, name, make))
+
+    @property
+    def peak_mib(self) -> str:
+        return f"{max(self.peaks) / 2**20:.1f}"
+
+
+def measure(
+    worlds: Sequence[int], names: Sequence[str], rounds: int, steps: int, say: Callable[[str], None]
+) -> Table:
+    """Two rows for each number of ranks and schedule."""
+    table = Table(f"Executor against torch.distributed.pipelining on gloo: {MICROBATCHES} microbatches, goal {GOAL}",
+                  ("ranks", "schedule", "executor", "CPU s", "CPU ratio", "wall s", "wall ratio", "peak MiB",
+                   "ratio"))  # fmt: skip
+    for world in worlds:
+        with Pool(world) as pool:
+            for name in names:
+                say(f"{world} ranks, {name}: gradients and memory")
+                pool.run(check_gradients, name)
+                theirs, ours = Side.of(pool, "torch", name, build_torch), Side.of(pool, "ours", name, build_ours)
+                pair = theirs.contestant, ours.contestant
+                compete(pair, rounds, steps, lambda text, w=world, n=name: say(f"{w} ranks, {n}: {text}"))
+                for side in (theirs, ours):
+                    c = side.contestant
+                    if side is theirs:
+                        table.add(str(world), name, c.name, seconds(c.cpu_s), "", seconds(c.wall_s), "", side.peak_mib, "")
+                    else:
+                        cpu, wall = ratio(c.cpu_s, pair[0].cpu_s), ratio(c.wall_s, pair[0].wall_s)
+                        memory = max(ours.peaks) / max(theirs.peaks)
+                        table.add(str(world), name, c.name, seconds(c.cpu_s), str(cpu), seconds(c.wall_s), str(wall),
+                                  side.peak_mib, f"{memory:.3f}",
+                                  data={"cpu_ratio": asdict(cpu), "wall_ratio": asdict(wall), "memory_ratio": memory,
+                                        "peaks": {"torch": theirs.peaks, "ours": ours.peaks}, "rounds": rounds})  # fmt: skip
+    return table
