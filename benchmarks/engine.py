@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -87,9 +88,8 @@ def _ours(context: RankContext, size: str) -> tuple[Stage, Callable[[], None]]:
 
     def step() -> None:
         stage.begin()
-        stage.last_backward = True
-        stage.forward(x, None).square().sum().backward()
-        stage.end_backward()
+        loss = stage.forward(x, None).square().sum()
+        stage.backward(get_gradient_edge(loss), torch.ones_like(loss), last=True)
         stage.finish()
 
     return stage, step

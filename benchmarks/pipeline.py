@@ -10,7 +10,6 @@ Shapes: B sequences of a microbatch, T tokens of a sequence, D width.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,8 +27,6 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fivefold.mesh.mesh import Mesh
 from fivefold.mesh.pool import Pool
@@ -43,6 +40,7 @@ from fivefold.wrap.data import Stage
 from fivefold.wrap.pipeline import Executor
 
 from .contest import Contestant, compete, ratio
+from .live import Live
 from .table import Table, seconds
 
 SCHEDULES: dict[str, Any] = {
@@ -193,33 +191,6 @@ def check_gradients(context: RankContext, name: str) -> float:
         worst = max(worst, float((found.view_as(expected) - expected).abs().max() / expected.abs().max()))
     assert worst < TOLERANCE, f"gradients differ by {worst:.1e}"
     return worst
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of every storage that an operator made, as long as it lives, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor):
-                self._count(x.untyped_storage())
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._refs:
-            self.now += size
-            self._refs[key] = weakref.ref(storage, lambda _: self._forget(key, size))
-
-    def _forget(self, key: int, size: int) -> None:
-        self.now -= size
-        del self._refs[key]
 
 
 def peak_bytes(context: RankContext, name: str, make: Callable[..., Callable[[], object]]) -> int:

@@ -7,14 +7,11 @@ backward, FLOPs of a step's matmuls and attention, and collectives that a recomp
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from fivefold.config.run import RunConfig
@@ -26,28 +23,10 @@ from fivefold.recipes import load
 from fivefold.train.batch import Batches
 from fivefold.train.state import build_state
 
+from .live import Live
+
 LAYOUT = "fsdp2-tp2"
 MODES = ("none", "every-2", "ops", "full")
-
-
-class Alive(TorchDispatchMode):
-    """Knows every storage that an operator made, and which of them still live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor):
-                storage = x.untyped_storage()
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return out
-
-    def bytes(self) -> int:
-        """Bytes alive now."""
-        return sum(n for ref, n in self._made.values() if not ref.expired())
 
 
 @dataclass(frozen=True)
@@ -75,14 +54,12 @@ def measure(context: RankContext, config: RunConfig) -> Cost:
     for buffer in stage.buffers:
         buffer.unshard()  # so that gathered parameters do not count as activations
     recorder.clear()
-    stage.last_backward = True
     flops = FlopCounterMode(display=False)
     with flops:
-        with Alive() as alive:
+        with Live() as live:
             loss = stage.forward(None, microbatch)
-            kept = alive.bytes()
-        loss.backward()
-        stage.end_backward()
+            kept = live.now
+        stage.backward(get_gradient_edge(loss), torch.ones_like(loss), last=True)
     stage.finish()
     activations = [e for e in recorder.events if e.scope.phase in ("forward", "backward", "recompute")]
     again = [e for e in activations if e.scope.phase == "recompute"]

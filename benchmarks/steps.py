@@ -21,7 +21,8 @@ from .same import assert_same
 from .table import Table, seconds
 from .work import MODELS, UniformRows
 
-GOALS = {"single": 1.03, "ddp2": 1.15, "fsdp2": 1.35, "tp2": 1.60, "ddp2-fsdp2": 1.60, "fsdp2-tp2": 2.10}
+GOALS = {"single": 1.03, "ddp2": 1.15, "fsdp2": 1.35, "tp2": 1.60, "pp2": 1.10, "ddp2-fsdp2": 1.60, "fsdp2-tp2": 2.10,
+         "pp2-fsdp2-tp2": 3.00}  # fmt: skip
 """Layouts, and the ratio of CPU seconds to the plain loop's that they should stay under."""
 
 
@@ -33,13 +34,21 @@ def build_plain(context: RankContext, model: str) -> Callable[[], float]:
 def build_ours(context: RankContext, model: str, layout: str) -> Callable[[], None]:
     """Our training step with its data, as the training loop runs it."""
     keep_freed_memory()  # as a rank does when it joins
-    state = make_state(MODELS[model]().model_copy(update={"parallel": layout}), context.mesh(layout))
+    state = make_state(configured(model, layout), context.mesh(layout))
     batches = Batches(UniformRows(), state.config, state.mesh)
 
     def step() -> None:
         train_step(state, batches.batch(batches.rows(state.step + 1))).loss.item()
 
     return step
+
+
+def configured(model: str, layout: str) -> RunConfig:
+    """The model's run under a layout; a pipeline's microbatches are of one sequence."""
+    config, dims = MODELS[model](), ParallelDims.parse(layout)
+    parts = config.data.batch_size // dims.data if dims.pp > 1 else 1
+    train = config.train.model_copy(update={"microbatches": parts})
+    return config.model_copy(update={"parallel": layout, "train": train})
 
 
 def make_state(config: RunConfig, mesh: Mesh) -> TrainState:

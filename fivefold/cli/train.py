@@ -26,7 +26,7 @@ from .common import Ranks, add_recipe, configure, go_on, started_ranks, stop_on,
 SUMMARY = "train a recipe"
 EXAMPLES = (
     "fivefold train moe_demo",
-    "fivefold train moe_demo --parallel fsdp2-tp2 --train.steps 50 --optim.lr 1e-3",
+    "fivefold train moe_demo --parallel fsdp2-tp2 --train.steps 200 --optim.lr 1e-3",
     "fivefold train runs/moe_demo-fsdp2-tp2-20250131-120000 --train.seed 1",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\",
     "    -m fivefold train llama3_8b --parallel 'fsdp*-tp8' --run-dir /shared/run",

@@ -69,8 +69,7 @@ class Groups:
         """
         if (ranks, use) not in self._groups:
             group = dist.new_group(list(ranks), timeout=self._timeout)
-            mine = isinstance(group, dist.ProcessGroup) and self.rank in ranks
-            self._groups[ranks, use] = group if mine else None
+            self._groups[ranks, use] = group if isinstance(group, dist.ProcessGroup) and self.rank in ranks else None
 
     def get(self, ranks: tuple[int, ...], use: str = "") -> dist.ProcessGroup:
         """The group of ``ranks``, which this rank is in."""

@@ -44,7 +44,7 @@ SCHEDULES: Final = MappingProxyType(
             chunks=2, any_chunks=True, splits=True,
         ),
         "looped_bfs": Schedule(
-            make=streams.looped_bfs, summary="all microbatches through a chunk before the next: fewest gathers",
+            make=streams.looped_bfs, summary="all microbatches through a chunk before the next chunk",
             chunks=2, any_chunks=True,
         ),
         "zb_h1": Schedule(

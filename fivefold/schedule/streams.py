@@ -1,8 +1,9 @@
 """The named schedules. Each is two streams per rank, a warm-up, and a lag of W behind I; :func:`weave` does the rest.
 
 Bubbles are given in the papers' terms: ``F``, ``B``, ``I``, ``W`` the times of the actions, ``B = I + W``, messages
-free, ``p`` ranks, ``m`` microbatches, ``v`` chunks (stages of one rank). A bubble is idle time of a step, of its
-makespan or its span (:class:`.simulate.Timeline`). Memory is counted in activations of one microbatch in one stage.
+free, ``p`` ranks, ``m`` microbatches, ``v`` chunks (stages of one rank), times those of one stage. A bubble is idle
+time of a step: of its makespan or of its span, which are the same unless told (:class:`.simulate.Timeline`). What a
+rank holds is counted in activations of one microbatch in one stage, and never more than its ``m*v``.
 
 A stream is a list of (stage, microbatch); a ``None`` in it is a turn without a forward or a backward.
 """
@@ -43,7 +44,7 @@ def weave(
 
 
 def gpipe(pp: int, microbatches: int) -> Table:
-    """All forwards, then all backwards. Bubble ``(p-1)(F+B)`` of the makespan; a rank holds ``m``.
+    """All forwards, then all backwards. Bubble ``(p-1)(F+B)``; a rank holds ``m``.
 
     Source: Huang et al. 2019, arXiv 1811.06965.
     """
@@ -52,7 +53,7 @@ def gpipe(pp: int, microbatches: int) -> Table:
 
 
 def one_f_one_b(pp: int, microbatches: int) -> Table:
-    """Each backward as soon as it can run. Bubble ``(p-1)(F+B)`` of the makespan; rank r holds ``min(m, p-r)``.
+    """Each backward as soon as it can run. Bubble ``(p-1)(F+B)``; rank r holds ``p-r``.
 
     Source: Narayanan et al. 2019, PipeDream; Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1.
     """
@@ -61,7 +62,9 @@ def one_f_one_b(pp: int, microbatches: int) -> Table:
 
 
 def zb_h1(pp: int, microbatches: int) -> Table:
-    """1F1B with rank r's W ``r`` behind its I. Bubble ``(p-1)(F+I-W)`` of the span; each rank holds 1F1B's ``p``.
+    """1F1B with rank r's W ``r`` behind its I. Bubble ``(p-1)(F+I-W)``; each rank holds ``p``, the most in 1F1B.
+
+    From ``m = p`` on, while W is no longer than F and I.
 
     Source: Qi et al. 2023, arXiv 2401.10241, section 2.1 and figure 3.
     """
@@ -71,6 +74,8 @@ def zb_h1(pp: int, microbatches: int) -> Table:
 
 def zb_h2(pp: int, microbatches: int) -> Table:
     """Twice the warm-up and lag of ZB-H1. Bubble ``(p-1)(F+I-2W)`` of the span; each rank holds ``2p-1``.
+
+    Of the makespan ``(p-1)F`` if that is more. From ``m = 2p-1`` on, while W is no longer than F and ``(F+I)/2``.
 
     Source: Qi et al. 2023, arXiv 2401.10241, section 2.2 and figure 3.
     """
@@ -82,10 +87,9 @@ def zb_h2(pp: int, microbatches: int) -> Table:
 def looped_bfs(pp: int, microbatches: int, chunks: int) -> Table:
     """Breadth first: all microbatches through a chunk before the next chunk. A rank holds ``m*v``.
 
-    Bubble ``(p-1)(F+B)`` of the makespan, ``F`` and ``B`` those of one chunk, from ``m = p`` on. Stage s is on rank
-    ``s mod p``.
+    Bubble ``(p-1)(F+B)`` from ``m = p`` on. Stage s is on rank ``s mod p``.
 
-    Source: Lamy-Poirier 2022, arXiv 2211.05953, section 4.
+    Source: Lamy-Poirier 2022, arXiv 2211.05953.
     """
     table = []
     for rank in range(pp):
@@ -99,8 +103,8 @@ def looped_bfs(pp: int, microbatches: int, chunks: int) -> Table:
 def interleaved(pp: int, microbatches: int, chunks: int) -> Table:
     """Interleaved 1F1B: a round of microbatches goes through every chunk before the next round.
 
-    Bubble ``(p-1)(F+B)`` of the makespan, ``F`` and ``B`` those of one chunk, from ``m = p`` on. Rank r holds
-    ``(v-1)g + 2(p-1-r) + 1`` of its ``m*v``, g the first round: p if p divides m. Stage s is on rank ``s mod p``.
+    Bubble ``(p-1)(F+B)`` from ``m = p`` on. With several chunks rank r holds ``(v-1)g + 2(p-1-r) + 1``, g being the
+    first round, which is p where p divides m; with one it is 1F1B. Stage s is on rank ``s mod p``.
 
     Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2.
     """
@@ -110,8 +114,8 @@ def interleaved(pp: int, microbatches: int, chunks: int) -> Table:
 def interleaved_split(pp: int, microbatches: int, chunks: int) -> Table:
     """Interleaved 1F1B with rank r's W ``r`` behind its I: the interleaved form of ZB-H1.
 
-    Bubble ``(p-1)(F+I-W)`` of the span, times those of one chunk, from ``m = p`` on. Each rank holds
-    ``(v-1)g + p`` of its ``m*v``, g the first round: p if p divides m. Stage s is on rank ``s mod p``.
+    Bubble ``(p-1)(F+I-W)`` from ``m = p`` on, while W is no longer than F and I. Each rank holds ``(v-1)g + p``, g
+    being the first round, which is p where p divides m. Stage s is on rank ``s mod p``.
 
     Source: Qi et al. 2023, arXiv 2401.10241, section 2.1, applied to Narayanan et al. 2021, arXiv 2104.04473.
     """
@@ -119,9 +123,10 @@ def interleaved_split(pp: int, microbatches: int, chunks: int) -> Table:
 
 
 def zb_v(pp: int, microbatches: int) -> Table:
-    """Two chunks in a V, rank r with stages ``r`` and ``2p-1-r``. No bubble in the span if ``F = I = W``.
+    """Two chunks in a V, rank r with stages ``r`` and ``2p-1-r``. No bubble in the span where ``F = I = W``.
 
-    From ``m = 2p-1`` on. Each rank holds ``2p`` half-size activations: as much memory as 1F1B's first rank.
+    Of the makespan ``(p-1)F``. From ``m = 2p-1`` on. A rank holds ``2p``, each half as large as with one chunk: what
+    1F1B's first rank holds.
 
     Source: Qi et al. 2023, arXiv 2401.10241, section 6 and figure 8.
     """
@@ -137,8 +142,9 @@ def zb_v(pp: int, microbatches: int) -> Table:
 def dualpipe_v(pp: int, microbatches: int) -> Table:
     """ZB-V's streams, one more forward in flight, split backwards only at both ends: so that each F is beside a B.
 
-    Bubble ``(p-1)(F+2B-3W)`` of the span while F and B do not overlap, from ``m = 2p`` on. Each rank holds ``2p+1``
-    half-size activations.
+    Bubble ``(p-1)(F+I-W)`` while F and B run one after the other, from ``m = 2p`` on, where ``W <= I <= F <= B``. If
+    each F ran with the B beside it, in the time ``F&B``, it would be at most the published ``(p-1)(F&B+B-3W)``. A rank
+    holds ``2p+1``, each half as large as with one chunk.
 
     Source: DeepSeek-AI 2025, https://github.com/deepseek-ai/DualPipe.
     """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Set as AbstractSet
+from itertools import islice, pairwise
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, get_args
 
 Kind = Literal["F", "B", "I", "W"]
@@ -145,7 +147,7 @@ def read(value: object) -> tuple[Table, list[str]]:
     table: Table = []
     problems: list[str] = []
     for rank, order in enumerate(value):
-        if not isinstance(order, Iterable) or isinstance(order, str | bytes | Mapping | Action):
+        if not isinstance(order, Iterable) or isinstance(order, str | bytes | Mapping | AbstractSet | Action):
             problems.append(f"{_shown(order)} is not the list of actions of rank {rank}. {form}.")
             continue
         actions = [(entry, _action(entry)) for entry in order]
@@ -224,37 +226,47 @@ def _placement(table: Table) -> list[str]:
         if len(ranks) > 1:
             places = " and ".join(f"rank {rank} ({action})" for rank, action in ranks.items())
             problems.append(f"Stage {stage} is on {places}. Keep each stage on one rank.")
-    missing = sorted(set(range(max(where, default=-1) + 1)) - set(where))
-    if missing:
-        verb = f"Stage {missing[0]} is" if len(missing) == 1 else f"Stages {_listing(map(str, missing))} are"
-        problems.append(f"{verb} missing (the last stage is {max(where)}). Number the stages from 0 without a gap.")
+    if sorted(where) != list(range(len(where))):
+        last = max(where)
+        missing = [str(s) for s in islice((s for s in range(last) if s not in where), LISTED + 1)]
+        verb = (
+            f"Stage {missing[0]} is" if len(missing) == 1 else f"Stages {_listing(missing, last + 1 - len(where))} are"
+        )
+        problems.append(f"{verb} missing (the last stage is {last}). Number the stages from 0 without a gap.")
     return problems
 
 
 def _count(order: list[Action], stage: int, rank: int, microbatches: int) -> list[str]:
     """Actions of one stage that are repeated, missing or too many."""
     times = Counter(order)
-    problems = [f"{a} runs {n} times on rank {rank}. Run it once." for a, n in times.items() if n > 1]
+    repeated = [str(a) for a, n in times.items() if n > 1]
     missing: list[str] = []
+    doubled: list[str] = []
     for m in range(microbatches):
         f, b, i, w = (Action(kind, stage, m) for kind in ("F", "B", "I", "W"))
         if f not in times:
             missing.append(str(f))
         halves = [str(a) for a in (i, w) if a in times]
         if b in times and halves:
-            both = " and ".join(halves)
-            problems.append(f"Rank {rank} runs both {b} and {both}. Keep either {b}, or {i} and {w}.")
+            doubled.append(f"both {b} and {' and '.join(halves)}")
         elif b not in times and not halves:
             missing.append(f"{b} (or {i} and {w})")
         elif b not in times and len(halves) == 1:
             missing.append(str(w if i in times else i))
+    problems = []
+    if len(repeated) == 1:
+        problems.append(f"{repeated[0]} runs {max(times.values())} times on rank {rank}. Run it once.")
+    elif repeated:
+        problems.append(f"{_listing(repeated)} run more than once on rank {rank}. Run each of them once.")
+    if doubled:
+        problems.append(f"Rank {rank} runs {_listing(doubled)}. Keep either the B, or the I and the W.")
     if missing:
         problems.append(f"Rank {rank} never runs {_listing(missing)}. Run every microbatch of stage {stage}.")
     return problems
 
 
 def _ascent(order: list[Action], rank: int) -> list[str]:
-    """Actions of one stage that run before an earlier microbatch's, or before what they need of their own stage."""
+    """The first actions of one stage that run before an earlier microbatch's, or before what they need of the stage."""
     problems = []
     place = {action: i for i, action in enumerate(order)}
     for kinds, what in (("F", "forwards"), ("BI", "backwards"), ("BW", "weight gradients")):
@@ -264,13 +276,14 @@ def _ascent(order: list[Action], rank: int) -> list[str]:
                 problems.append(
                     f"{after} runs after {before} on rank {rank}. Run the {what} of a stage in ascending microbatches."
                 )
+                break
+    early: dict[Kind, tuple[Action, Action]] = {}
     for action in order:
-        source = {"F": None, "W": "I"}.get(action.kind, "F")
-        if source is not None:
-            earlier = Action(source, action.stage, action.microbatch)
-            if place[earlier] > place[action]:
-                problems.append(f"{action} runs before {earlier} on rank {rank}. Run it later.")
-    return problems
+        if action.kind != "F":
+            source = Action("I" if action.kind == "W" else "F", action.stage, action.microbatch)
+            if place[source] > place[action]:
+                early.setdefault(action.kind, (action, source))
+    return problems + [f"{a} runs before {source} on rank {rank}. Run it later." for a, source in early.values()]
 
 
 def _action(entry: Any) -> Action | None:
@@ -278,8 +291,8 @@ def _action(entry: Any) -> Action | None:
     if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != 3:
         return None
     kind, stage, microbatch = entry
-    whole = all(isinstance(x, int) and not isinstance(x, bool) for x in (stage, microbatch))
-    return Action(kind, stage, microbatch) if isinstance(kind, str) and whole else None  # pyright: ignore
+    whole = all(isinstance(x, Integral) and not isinstance(x, bool) for x in (stage, microbatch))
+    return Action(kind, int(stage), int(microbatch)) if isinstance(kind, str) and whole else None  # pyright: ignore
 
 
 def _shown(value: object) -> str:
@@ -287,7 +300,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _listing(words: Iterable[str]) -> str:
-    found = list(words)
-    rest = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
-    return ", ".join(found[:LISTED]) + rest
+def _listing(words: Sequence[str], of: int | None = None) -> str:
+    """The first words, and how many more there are, of ``of`` in all if not all are given."""
+    rest = (len(words) if of is None else of) - LISTED
+    return ", ".join(words[:LISTED]) + (f" and {rest} more" if rest > 0 else "")

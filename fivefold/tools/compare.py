@@ -65,8 +65,8 @@ def relative_error(a: Tensor, b: Tensor) -> float:
 
 
 def worst(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> tuple[str, float]:
-    """The name with the largest relative error, and that error."""
-    errors = {name: relative_error(a[name], b[name]) for name in b}
+    """The name with the largest relative error, and that error; one that ``a`` lacks is infinitely wrong."""
+    errors = {name: relative_error(a[name], x) if name in a else math.inf for name, x in b.items()}
     name = max(errors, key=lambda n: errors[n])
     return name, errors[name]
 

@@ -14,8 +14,8 @@ Activations and gradients travel on channels of their own, so that neither queue
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -157,9 +157,11 @@ class Executor:
         step = _Step(microbatches, torch.zeros((), device=self.run.mesh.device, dtype=torch.float64))
         for item in program.items:
             if isinstance(item, Send):
-                self._send(step, item.message)
+                with self._under(item.message.producer, item.message):
+                    self._send(step, item.message)
             elif isinstance(item, Receive):
-                self._receive(step, item.message)
+                with self._under(item.message.consumer, item.message):
+                    self._receive(step, item.message)
             else:
                 self.run.progress.at(str(item))
                 with self.run.recorder.at(stage=item.stage, microbatch=item.microbatch):
@@ -215,6 +217,7 @@ class Executor:
         if action.stage:
             x = step.inputs.pop(at)
             step.results[action] = torch.zeros_like(x) if x.grad is None else x.grad
+            x.grad = None  # a weight gradient that waits may hold x for long
 
     def _deferring(self, waits: bool) -> AbstractContextManager[None]:
         """Let weight gradients wait in this rank's queue while the block runs, if they are to."""
@@ -236,21 +239,34 @@ class Executor:
         Raises:
             MessageError: if that does not happen.
         """
-        sends = message.source == self.run.mesh.pp.rank
-        action, ranks = message.producer if sends else message.consumer, self.run.mesh.pp.ranks
-        if sends:
-            awaited = f"for rank {ranks[message.target]} to take its result"
-        else:
-            what = "activation" if message.producer.kind == "F" else "gradient"
-            awaited = f"for the {what} from {message.producer} of rank {ranks[message.source]}"
+        action, awaited = self._awaited(message)
         self.run.progress.at(f"{action}, waiting {awaited}")
-        try:
-            with self.run.recorder.span("wait", action.stage, action.microbatch):
-                x = handle.wait()
-        except RuntimeError as error:
-            raise MessageError(f"rank {self.run.mesh.rank} waited at {action} {awaited}: {error}") from error
+        with self._naming(message), self.run.recorder.span("wait", action.stage, action.microbatch):
+            x = handle.wait()
         self.run.progress.at(str(action))
         return x
+
+    def _awaited(self, message: Message) -> tuple[Action, str]:
+        """This rank's action that ``message`` belongs to, and what it waits for."""
+        ranks = self.run.mesh.pp.ranks
+        if message.source == self.run.mesh.pp.rank:
+            return message.producer, f"for rank {ranks[message.target]} to take its result"
+        what = "activation" if message.producer.kind == "F" else "gradient"
+        return message.consumer, f"for the {what} from {message.producer} of rank {ranks[message.source]}"
+
+    @contextmanager
+    def _naming(self, message: Message) -> Iterator[None]:
+        """Say of what fails inside which message it was, and whose."""
+        try:
+            yield
+        except RuntimeError as error:
+            action, awaited = self._awaited(message)
+            raise MessageError(f"rank {self.run.mesh.rank} waited at {action} {awaited}: {error}") from error
+
+    def _under(self, action: Action, message: Message) -> AbstractContextManager[None]:
+        """Report what is posted for ``message`` as this rank's ``action``'s."""
+        phase = "forward" if message.producer.kind == "F" else "backward"
+        return self.run.recorder.at(stage=action.stage, microbatch=action.microbatch, phase=phase)
 
     def _send(self, step: _Step, message: Message) -> None:
         x = step.results.pop(message.producer).contiguous()
@@ -259,7 +275,8 @@ class Executor:
             self._announce(step, message, x)
         sends = step.sends.setdefault((message.target, gradient), deque())
         self._release(sends)
-        sends.append((p2p.send(x, self._axis(gradient), message.target, tag=int(gradient)), message))
+        with self._naming(message):
+            sends.append((p2p.send(x, self._axis(gradient), message.target, tag=int(gradient)), message))
 
     def _release(self, sends: deque[tuple[Handle, Message]]) -> None:
         """Give back what was sent: over NCCL a wait would hold up the compute stream, but it tells what is done."""
@@ -277,7 +294,8 @@ class Executor:
         else:
             shape, dtype = self._form(step, message)
         buffer = torch.empty(shape, dtype=dtype, device=self.run.mesh.device)
-        handle = p2p.receive(buffer, self._axis(gradient), message.source, tag=int(gradient))
+        with self._naming(message):
+            handle = p2p.receive(buffer, self._axis(gradient), message.source, tag=int(gradient))
         step.arriving[message.producer] = handle, message
 
     def _axis(self, gradient: bool) -> Axis:
@@ -299,13 +317,17 @@ class Executor:
                             f"Return one of {', '.join(map(str, DTYPES))} with at most {MAX_DIMS} dims")  # fmt: skip
         header = torch.tensor([DTYPES.index(x.dtype), x.ndim, *x.shape, *[0] * (MAX_DIMS - x.ndim)],
                               dtype=torch.int64, device=self.run.mesh.device)  # fmt: skip
-        self._wait(p2p.send(header, self.run.mesh.pp, message.target), message)
+        with self._naming(message):
+            sent = p2p.send(header, self.run.mesh.pp, message.target)
+        self._wait(sent, message)
 
     def _form(self, step: _Step, message: Message) -> Form:
         key = self._kind_of(step, message)
         if key not in self._forms:
             header = torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=self.run.mesh.device)
-            dtype, ndim, *shape = self._wait(p2p.receive(header, self.run.mesh.pp, message.source), message).tolist()
+            with self._naming(message):
+                coming = p2p.receive(header, self.run.mesh.pp, message.source)
+            dtype, ndim, *shape = self._wait(coming, message).tolist()
             self._forms[key] = torch.Size(shape[:ndim]), DTYPES[dtype]
         return self._forms[key]
 

@@ -20,6 +20,7 @@ from fivefold.schedule.messages import messages
 from fivefold.schedule.plan import check_run
 from fivefold.schedule.simulate import simulate
 from tests.architecture.source import ROOT
+from tests.schedule import zb_table
 
 
 def load(name: str) -> ModuleType:
@@ -242,5 +243,7 @@ def test_what_is_said_of_the_schedules_holds() -> None:
     assert slow["looped_bfs"] < slow["interleaved"]
     assert prices["zb_h2"].peak < 2 * prices["zb_h1"].peak
     assert len(set(simulate(tables["zb_v"]).peak)) == 1
+    assert {zb_table.TOLERANCE[name] for name in ("1F1B", "ZB-H1", "ZB-H2")} == {1e-4}
+    assert {zb_table.TOLERANCE[name] for name in ("ZB-1p", "ZB-2p")} == {1e-3}
     assert named.build("interleaved", 4, 8, 1) == tables["1f1b"]
     assert named.build("interleaved_split", 4, 8, 1) == tables["zb_h1"]

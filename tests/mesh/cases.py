@@ -149,9 +149,7 @@ def axis_sums(
     """For every axis and join of a layout: its ranks as planned, and the sum of world ranks that really met."""
     mesh = context.mesh(layout, ends=ends)
     rank = torch.tensor(float(context.rank))
-    return {
-        "+".join(names): (axis.ranks, c.sum_values(rank, axis).item()) for names, axis in mesh._axes.items()
-    }
+    return {"+".join(names): (axis.ranks, c.sum_values(rank, axis).item()) for names, axis in mesh._axes.items()}
 
 
 def groups_of(context: RankContext, layout: str) -> tuple[int, int]:

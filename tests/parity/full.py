@@ -1,4 +1,4 @@
-"""The full grid against one rank: ``make parity``, or ``python -m tests.parity.full [--fresh] [--only TEXT]``.
+"""The full grids against one rank: ``make parity``, or ``python -m tests.parity.full [--fresh] [--only TEXT]``.
 
 Rows run in one pool per world size. Finished rows are kept in ``build/parity.jsonl`` under the row and a fingerprint of
 the package's source, so that a run that was stopped goes on where it was, and a changed package starts over. The status
@@ -24,8 +24,10 @@ from rich.table import Table
 import fivefold
 from fivefold.mesh.pool import Pool, PoolError
 from fivefold.observe.console import duration
+from fivefold.schedule.named import NAMES
 from fivefold.tools.verify import TOLERANCE, verify_rank
 
+from . import pipelines
 from .grid import EXTRAS, LAYOUTS, STEPS, Row, full
 
 FINISHED = Path("build/parity.jsonl")
@@ -40,7 +42,8 @@ def fingerprint() -> str:
     """Changes with every source file of the package and of the grid, and with torch."""
     digest = hashlib.sha256(version("torch").encode())
     package = Path(fivefold.__file__).parent
-    grid = [Path(__file__).with_name(name) for name in ("grid.py", "plain.py", "frozen.py")]
+    names = ("grid.py", "pipelines.py", "plain.py", "frozen.py", "own_table.py")
+    grid = [Path(__file__).with_name(name) for name in names]
     for path in sorted([*package.rglob("*.py"), *grid]):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -99,19 +102,19 @@ def describe(result: Result) -> str:
     if "error" in result:
         return f"ERROR  {result['row']}: {result['error'].splitlines()[0]}"
     verdict = "ok    " if passed(result) else "FAILED"
-    return f"{verdict} {result['row']:<44} worst {max(result[e] for e in ERRORS):.1e}  {result['seconds']:.1f} s"
+    return f"{verdict} {result['row']:<60} worst {max(result[e] for e in ERRORS):.1e}  {result['seconds']:.1f} s"
 
 
-def table(layouts: Iterable[str], rows: Sequence[Row], results: dict[str, Result]) -> Table:
-    """A line per layout: rows that passed, the largest errors among them all, and the time."""
+def table(by: str, values: Iterable[str], rows: Sequence[Row], results: dict[str, Result]) -> Table:
+    """A line per layout, or schedule: rows that passed, the largest errors among them all, and the time."""
     found = Table(box=None, padding=(0, 2, 0, 0))
-    for heading in ("layout", "rows", "passed", *ERRORS, "seconds"):
-        found.add_column(heading, justify="left" if heading == "layout" else "right")
-    for layout in layouts:
-        mine = [results[str(row)] for row in rows if row.layout == layout]
+    for heading in (by, "rows", "passed", *ERRORS, "seconds"):
+        found.add_column(heading, justify="left" if heading == by else "right")
+    for value in values:
+        mine = [results[str(row)] for row in rows if getattr(row, by) == value]
         if mine:
             errors = [max((r[e] for r in mine if e in r), default=float("nan")) for e in ERRORS]
-            found.add_row(layout, str(len(mine)), str(sum(map(passed, mine))), *(f"{e:.1e}" for e in errors),
+            found.add_row(value, str(len(mine)), str(sum(map(passed, mine))), *(f"{e:.1e}" for e in errors),
                           f"{sum(r['seconds'] for r in mine):.0f}")  # fmt: skip
     return found
 
@@ -126,9 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=160)
     if args.fresh:
         args.results.unlink(missing_ok=True)
-    rows = [row for row in sorted([*full(), *EXTRAS], key=lambda row: (row.world, row.model)) if args.only in str(row)]
+    rows = list(dict.fromkeys([*full(), *EXTRAS, *pipelines.full(), *pipelines.EXTRAS]))
+    rows = [row for row in sorted(rows, key=Row.place) if args.only in str(row)]
     results = run_rows(rows, args.results, fingerprint(), console)
-    console.print(table(("single", *LAYOUTS), rows, results), highlight=False)
+    console.print(table("layout", ("single", *LAYOUTS, "pp3", *pipelines.LAYOUTS), rows, results), highlight=False)
+    if any(row.schedule for row in rows):
+        console.print(table("schedule", NAMES, rows, results), highlight=False)
     failed = [result for result in results.values() if not passed(result)]
     for result in failed:
         console.print(f"\n{describe(result)}\n{result.get('error', result)}", highlight=False, markup=False)

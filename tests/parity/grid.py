@@ -96,6 +96,10 @@ class Row:
         chunks = SCHEDULES[self.schedule].chunks if self.schedule in SCHEDULES else 1
         return 7 if chunks * ParallelDims.parse(self.layout).pp > 7 else 5
 
+    def place(self) -> tuple[Any, ...]:
+        """Sorts rows so that those of one pool are together, and in them those of one oracle."""
+        return self.world, bool(self.schedule), self.model, self.tied, self.layers if self.schedule else 0
+
     @property
     def world(self) -> int:
         """Ranks it takes."""
@@ -158,8 +162,9 @@ def cover() -> list[Row]:
     return [Row(**choice) for choice in pairwise(OPTIONS)]
 
 
-NO_YARN, FROZEN = {"model__rope__scaling": None}, {"model__builder": "tests.parity.frozen:build"}
-NO_BALANCE = {"model__moe__balance_loss": 0.0, "model__moe__z_loss": 0.0, "model__moe__bias_rate": 0.0}
+NO_YARN: dict[str, Any] = {"model__rope__scaling": None}
+FROZEN: dict[str, Any] = {"model__builder": "tests.parity.frozen:build"}
+NO_BALANCE: dict[str, Any] = {"model__moe__balance_loss": 0.0, "model__moe__z_loss": 0.0, "model__moe__bias_rate": 0.0}
 
 EXTRAS: tuple[Row, ...] = (
     # how a rank runs its own work

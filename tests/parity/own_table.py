@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fivefold.schedule.table import Action, Table
+from fivefold.schedule.table import Action, Kind, Table
+
+WHOLE: tuple[Kind, ...] = ("B",)
+SPLIT: tuple[Kind, ...] = ("I", "W")
 
 
 def upside_down(pp: int, microbatches: int, chunks: int) -> Table:
@@ -14,7 +17,7 @@ def upside_down(pp: int, microbatches: int, chunks: int) -> Table:
             order = table[pp - 1 - stage]
             order += [Action("F", stage, m) for m in pair]
             for m in pair:
-                order += [Action(kind, stage, m) for kind in (("I", "W") if m % 2 else ("B",))]
+                order += [Action(kind, stage, m) for kind in (SPLIT if m % 2 else WHOLE)]
     return table
 
 
@@ -24,6 +27,7 @@ def weights_last(pp: int, microbatches: int, chunks: int) -> Table:
     for rank in range(pp):
         stages = [rank + pp * c for c in range(chunks)]
         table.append([])
-        for kind, order in (("F", stages), ("I", stages[::-1]), ("W", stages)):
-            table[-1] += [Action(kind, stage, m) for stage in order for m in range(microbatches)]
+        table[-1] += [Action("F", stage, m) for stage in stages for m in range(microbatches)]
+        for kind in SPLIT:
+            table[-1] += [Action(kind, stage, m) for stage in reversed(stages) for m in range(microbatches)]
     return table

@@ -52,7 +52,7 @@ def cover() -> list[Row]:
 
 
 OWN = Path(__file__).with_name("own_table.py")
-NO_DENSE = {"model__moe__n_dense_layers": 0}
+NO_DENSE: dict[str, Any] = {"model__moe__n_dense_layers": 0}
 
 EXTRAS: tuple[Row, ...] = (
     # one rank holds all stages, or every part is a stage

@@ -68,7 +68,8 @@ class PlainConfig(ModelConfig):
 
 def build(run: Run, config: ModelConfig, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
     """All plain: rows may be divided, sequences and matrices not."""
-    kinds = {"look": lambda: Look(config.vocab_size), "mix.0": Mix, "mix.1": Mix, "loss": lambda: Loss(config.vocab_size)}
+    n = config.vocab_size
+    kinds = {"look": lambda: Look(n), "mix.0": Mix, "mix.1": Mix, "loss": lambda: Loss(n)}
     return {name: kinds[name]() for name in (kinds if names is None else names)}
 
 

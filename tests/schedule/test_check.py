@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
 from fivefold.schedule.named import build
@@ -49,13 +50,25 @@ PLANTED = {
     ),
     "the first stage missing": (GOOD.replace("1.", "2.").replace("0.", "1."), ["Stage 0 is missing"]),
     "a repeated action": (GOOD.replace("F0.1", "F0.1 F0.1"), ["F0.1 runs 2 times on rank 0. Run it once."]),
+    "stages that are far apart": (
+        GOOD.replace("1.", "1000000000."),
+        ["Stages 1, 2, 3, 4, 5, 6, 7, 8 and 999999991 more are missing (the last stage is 1000000000)."],
+    ),
+    "repeated actions": (
+        GOOD.replace("F0.1", "F0.0 F0.1 F0.1"),
+        ["F0.0, F0.1 run more than once on rank 0. Run each of them once."],
+    ),
+    "whole and half backwards": (
+        GOOD.replace("W1.1", "W1.1 W1.0 B1.1"),
+        ["Rank 1 runs both B1.0 and W1.0, both B1.1 and I1.1 and W1.1. Keep either the B"],
+    ),
     "an omitted forward": (GOOD.replace("F1.0 ", ""), [f"Rank 1 never runs F1.0. {RUN_ALL} 1."]),
     "an omitted backward": (GOOD.replace("B0.0", ""), [f"Rank 0 never runs B0.0 (or I0.0 and W0.0). {RUN_ALL} 0."]),
     "an omitted weight gradient": (GOOD.replace("W1.1", ""), [f"Rank 1 never runs W1.1. {RUN_ALL} 1."]),
     "an omitted input gradient": (GOOD.replace("I1.1", ""), [f"Rank 1 never runs I1.1. {RUN_ALL} 1."]),
     "a whole and a half backward": (
         GOOD.replace("I1.1", "B1.1"),
-        ["Rank 1 runs both B1.1 and W1.1. Keep either B1.1, or I1.1 and W1.1."],
+        ["Rank 1 runs both B1.1 and W1.1. Keep either the B, or the I and the W."],
     ),
     "a whole and both halves": (GOOD.replace("I1.1", "B1.1 I1.1"), ["Rank 1 runs both B1.1 and I1.1 and W1.1."]),
     "forwards that descend": (
@@ -136,6 +149,7 @@ def test_every_transposition_of_neighbours_that_is_not_legal_is_found() -> None:
         ({0: []}, "{0: []} is not a table."),
         ([None], "None is not the list of actions of rank 0."),
         ([Action("F", 0, 0)], "F0.0 is not the list of actions of rank 0."),
+        ([{("F", 0, 0)}], "{('F', 0, 0)} is not the list of actions of rank 0."),
         ([["F0.0", "B0.0"]], "'F0.0', 'B0.0' on rank 0 are not actions. Use Action(kind, stage, microbatch)."),
         ([[("F", 0)]], "('F', 0) on rank 0 is not an action."),
         ([[("F", 0.0, 0)]], "('F', 0.0, 0) on rank 0 is not an action."),
@@ -155,6 +169,7 @@ def test_plain_triples_and_any_iterables_make_a_table() -> None:
     expected = [[Action("F", 0, 0), Action("B", 0, 0)]]
     assert read(([("F", 0, 0), ["B", 0, 0]],)) == (expected, [])
     assert read([(entry for entry in expected[0])]) == (expected, [])
+    assert read([[(kind, np.int64(0), np.int32(0)) for kind in "FB"]]) == (expected, [])
     assert all(isinstance(entry, Action) for entry in read([[("F", 0, 0)]])[0][0])
 
 

@@ -16,7 +16,7 @@ from fivefold.schedule.table import Action, Table, check, owners, split_backward
 RANKS, CHUNKS, MICROBATCHES = range(1, 9), range(1, 5), range(1, 33)
 UNIT_COSTS = (1.0, 1.0, 1.0)
 COSTS = (UNIT_COSTS, (3.0, 3.0, 2.0), (2.0, 2.0, 1.5), (4.0, 3.5, 3.0))
-"""Times of F, I and W, with W <= I <= F, and F + I >= 2W: where the published forms hold."""
+"""Times of F, I and W, with W <= I <= F <= I + W: where the forms hold."""
 
 
 @dataclass(frozen=True, kw_only=True)

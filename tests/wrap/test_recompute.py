@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from benchmarks.recompute import Alive
+from benchmarks.live import Live
 from fivefold.mesh.mesh import Mesh
 from fivefold.mesh.pool import Pool
 from fivefold.mesh.run import Run
@@ -33,9 +33,9 @@ def kept_bytes(model: str, mode: str) -> int:
     (microbatch,) = batches.batch(batches.rows(1)).microbatches
     batches.close()
     stage.forward(None, microbatch)  # fills the microbatch's own cache
-    with Alive() as alive:
+    with Live() as live:
         loss = stage.forward(None, microbatch)
-        kept = alive.bytes()
+        kept = live.now
     loss.backward()
     return kept
 
