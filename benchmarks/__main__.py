@@ -13,7 +13,9 @@ os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")  # before torch is i
 
 import torch
 
-from . import collectives, engine, startup, steps, traffic
+from fivefold.schedule.named import NAMES
+
+from . import collectives, engine, pipeline, simulation, startup, steps, traffic
 from .table import Table
 from .work import MODELS
 
@@ -34,19 +36,34 @@ def _engine(quick: bool, say: Say) -> Iterator[Table]:
         yield engine.measure([2, 4], list(engine.SHAPES), rounds=9, steps=3, say=say)
 
 
+def _pipeline(quick: bool, say: Say) -> Iterator[Table]:
+    if quick:
+        yield pipeline.measure([2], ["1f1b", "zb_v"], rounds=2, steps=1, say=say)
+    else:
+        yield pipeline.measure([2, 4], list(pipeline.SCHEDULES), rounds=9, steps=2, say=say)
+
+
+def _simulation(quick: bool, say: Say) -> Iterator[Table]:
+    if quick:
+        yield simulation.measure([8], ["1f1b", "zb_v"], rounds=1, say=say)
+    else:
+        yield simulation.measure([8, 16], list(NAMES), rounds=3, say=say)
+
+
 def _collectives(quick: bool, say: Say) -> Iterator[Table]:
     yield collectives.measure([2] if quick else [2, 4], rounds=3 if quick else 15, say=say)
 
 
 def _bytes(quick: bool, say: Say) -> Iterator[Table]:
-    yield traffic.measure(traffic.CASES[:1] if quick else traffic.CASES, say)
+    yield traffic.measure(traffic.QUICK if quick else traffic.CASES, say)
 
 
 def _startup(quick: bool, say: Say) -> Iterator[Table]:
     yield startup.measure(1 if quick else 5, say)
 
 
-SECTIONS = {"steps": _steps, "engine": _engine, "collectives": _collectives, "bytes": _bytes, "startup": _startup}
+SECTIONS = {"steps": _steps, "engine": _engine, "pipeline": _pipeline, "simulation": _simulation,
+            "collectives": _collectives, "bytes": _bytes, "startup": _startup}  # fmt: skip
 
 
 def _load() -> str:

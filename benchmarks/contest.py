@@ -78,7 +78,7 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """Of at least one value."""
-        low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
         return cls(statistics.median(values), low, high)
 
     def __str__(self) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -203,46 +204,36 @@ def peak_bytes(context: RankContext, name: str, make: Callable[..., Callable[[],
     return live.peak
 
 
-@dataclass
-class Side:
-    """One of the two on one schedule: its times, and each rank's peak of memory."""
-
-    contestant: Contestant
-    peaks: list[int]
-
-    @classmethod
-    def of(cls, pool: Pool, who: str, name: str, make: Callable[..., Callable[[], object]]) -> Side:
-        return cls(Contestant(who, pool, make, (name,)), pool.run(peak_bytes, name, make))
-
-    @property
-    def peak_mib(self) -> str:
-        return f"{max(self.peaks) / 2**20:.1f}"
-
-
-def measure(
-    worlds: Sequence[int], names: Sequence[str], rounds: int, steps: int, say: Callable[[str], None]
-) -> Table:
+def measure(worlds: Sequence[int], names: Sequence[str], rounds: int, steps: int, say: Callable[[str], None]) -> Table:
     """Two rows for each number of ranks and schedule."""
-    table = Table(f"Executor against torch.distributed.pipelining on gloo: {MICROBATCHES} microbatches, goal {GOAL}",
-                  ("ranks", "schedule", "executor", "CPU s", "CPU ratio", "wall s", "wall ratio", "peak MiB",
-                   "ratio"))  # fmt: skip
+    table = Table(
+        f"Executor against torch.distributed.pipelining on gloo: {MICROBATCHES} microbatches; goal of ratios: {GOAL}",
+        ("ranks", "schedule", "executor", "CPU s", "CPU ratio", "wall s", "wall ratio", "peak MiB", "peak ratio"),
+    )
     for world in worlds:
         with Pool(world) as pool:
             for name in names:
-                say(f"{world} ranks, {name}: gradients and memory")
+                tell = partial(_tell, say, f"{world} ranks, {name}")
+                tell("gradients and memory")
                 pool.run(check_gradients, name)
-                theirs, ours = Side.of(pool, "torch", name, build_torch), Side.of(pool, "ours", name, build_ours)
-                pair = theirs.contestant, ours.contestant
-                compete(pair, rounds, steps, lambda text, w=world, n=name: say(f"{w} ranks, {n}: {text}"))
-                for side in (theirs, ours):
-                    c = side.contestant
-                    if side is theirs:
-                        table.add(str(world), name, c.name, seconds(c.cpu_s), "", seconds(c.wall_s), "", side.peak_mib, "")
-                    else:
-                        cpu, wall = ratio(c.cpu_s, pair[0].cpu_s), ratio(c.wall_s, pair[0].wall_s)
-                        memory = max(ours.peaks) / max(theirs.peaks)
-                        table.add(str(world), name, c.name, seconds(c.cpu_s), str(cpu), seconds(c.wall_s), str(wall),
-                                  side.peak_mib, f"{memory:.3f}",
-                                  data={"cpu_ratio": asdict(cpu), "wall_ratio": asdict(wall), "memory_ratio": memory,
-                                        "peaks": {"torch": theirs.peaks, "ours": ours.peaks}, "rounds": rounds})  # fmt: skip
+                peaks = [max(pool.run(peak_bytes, name, make)) for make in (build_torch, build_ours)]
+                theirs = Contestant("torch", pool, build_torch, (name,))
+                ours = Contestant("ours", pool, build_ours, (name,))
+                compete([theirs, ours], rounds, steps, tell)
+                _add(table, (str(world), name), theirs, ours, peaks)
     return table
+
+
+def _tell(say: Callable[[str], None], where: str, text: str) -> None:
+    say(f"{where}: {text}")
+
+
+def _add(table: Table, row: tuple[str, str], theirs: Contestant, ours: Contestant, peaks: Sequence[int]) -> None:
+    """The rows of both sides, whose largest peaks of a rank are given in bytes."""
+    cpu, wall, memory = ratio(ours.cpu_s, theirs.cpu_s), ratio(ours.wall_s, theirs.wall_s), peaks[1] / peaks[0]
+    shown = [f"{peak / 2**20:.1f}" for peak in peaks]
+    table.add(*row, theirs.name, seconds(theirs.cpu_s), "", seconds(theirs.wall_s), "", shown[0], "")
+    table.add(
+        *row, ours.name, seconds(ours.cpu_s), str(cpu), seconds(ours.wall_s), str(wall), shown[1], f"{memory:.3f}",
+        data={"cpu_ratio": asdict(cpu), "wall_ratio": asdict(wall), "memory_ratio": memory, "rounds": len(ours.cpu_s)},
+    )  # fmt: skip

@@ -28,7 +28,7 @@ from fivefold.observe.spans import Span
 from fivefold.observe.timeline import ACTIONS
 from fivefold.ops.linear import WeightGradQueue
 from fivefold.schedule.auto import auto
-from fivefold.schedule.named import NAMES, SCHEDULES, build
+from fivefold.schedule.named import SCHEDULES, build
 from fivefold.schedule.simulate import Timeline, simulate
 from fivefold.schedule.table import Table, owners
 from fivefold.wrap.data import Stage
@@ -127,10 +127,11 @@ def measure_hop(pool: Pool) -> float:
 
 def run_case(context: RankContext, case: Case) -> list[Span]:
     """One step: when this rank's actions and waits were."""
-    if case not in context.cache:
-        context.cache[case] = executor = _executor(context, case)
-        executor.step([None] * case.microbatches)  # the first also tells what activations are like
-    executor = context.cache[case]
+    key = f"executor {case}"
+    if key not in context.cache:
+        context.cache[key] = _executor(context, case)
+        context.cache[key].step([None] * case.microbatches)  # the first also tells what activations are like
+    executor: Executor = context.cache[key]
     recorder = executor.run.recorder
     recorder.take_spans()
     sum_values(torch.zeros(()), executor.run.mesh.world)  # all begin together
@@ -173,9 +174,9 @@ class Result:
             self.measured, self.simulated = makespan, simulated(case.table, actions, hop_s).makespan
 
 
-def measure(microbatches: Sequence[int], rounds: int, say: Callable[[str], None]) -> Printed:
-    """A row for each schedule and number of microbatches; the rounds go through all of them in turn."""
-    cases = [Case(name, m) for m in microbatches for name in NAMES]
+def measure(microbatches: Sequence[int], names: Sequence[str], rounds: int, say: Callable[[str], None]) -> Printed:
+    """A row for each schedule, 1F1B among them, and number of microbatches; a round goes through all of them."""
+    cases = [Case(name, m) for m in microbatches for name in names]
     results, hops = {case: Result() for case in cases}, list[float]()
     with Pool(PP) as pool:
         for i in range(rounds):

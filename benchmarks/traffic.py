@@ -6,14 +6,16 @@ Letters: D width, V vocabulary, H heads, L latent width, N and R and V a head's 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from fivefold.config.model import DecoderConfig, GqaConfig
 from fivefold.config.run import RunConfig
 from fivefold.mesh.pool import Pool
 from fivefold.mesh.pool_worker import RankContext
 from fivefold.observe.recorder import FlightRecorder
+from fivefold.schedule.plan import plan
 from fivefold.train.batch import Batches
 from fivefold.train.step import train_step
 
@@ -21,8 +23,8 @@ from .steps import make_state
 from .table import Table
 from .work import MODELS, UniformRows
 
-FLOAT, INT = 4, 8
-"""Bytes."""
+FLOAT, WIDE = 4, 8
+"""Bytes: of parameters, gradients and activations; of statistics, which are int64 or float64."""
 DENSE_STORE, WHOLE_STORE, EXPERT_STORE = "fsdp+cp", "fsdp+cp+tp", "efsdp"
 """Axes that storage is cut over: of what ``tp`` cuts, of what it does not, and of experts."""
 
@@ -54,7 +56,10 @@ CASES = (
     Case("llama", "tp2", 3, 1),
     *(Case("dsv3", "fsdp2-tp2", zero, 2) for zero in (1, 3)),
     Case("dsv3", "ddp2-fsdp2", 3, 1),
+    Case("llama", "pp2", 1, 4),
+    *(Case("dsv3", "pp2-fsdp2-tp2", zero, 2) for zero in (1, 3)),
 )
+QUICK = (CASES[0], Case("llama", "pp2", 1, 4))
 
 
 # ---- recorded --------------------------------------------------------------------------------------------------------
@@ -74,6 +79,18 @@ def record(context: RankContext, case: Case) -> tuple[Counter[Key], Padding]:
 
 
 # ---- closed form -----------------------------------------------------------------------------------------------------
+
+
+def held(config: RunConfig, place: int) -> tuple[str, ...]:
+    """The parts on that place of ``pp``, in order: one stage."""
+    m = config.model
+    assert isinstance(m, DecoderConfig)
+    return plan(config).names(place) or ("embed", *(f"layers.{i}" for i in range(m.n_layers)), "head")
+
+
+def turns(config: RunConfig, place: int) -> int:
+    """How often a backward comes right after a forward there: the stage's last unit then stays gathered between."""
+    return sum(a.kind == "F" and b.kind != "F" for a, b in pairwise(plan(config).table[place]))
 
 
 def parameter_sets(m: DecoderConfig, tp: int) -> Iterator[tuple[str, str, int]]:
@@ -99,27 +116,30 @@ def parameter_sets(m: DecoderConfig, tp: int) -> Iterator[tuple[str, str, int]]:
     yield "head", WHOLE_STORE, d
 
 
-def _stored(config: RunConfig, padding: Padding) -> dict[tuple[str, str], int]:
+def _stored(config: RunConfig, padding: Padding, parts: Sequence[str]) -> dict[tuple[str, str], int]:
     """Elements of each buffer: sets below the threshold share one."""
     dims, found = config.dims, defaultdict(int)
     for unit, axis, n in parameter_sets(config.model, dims.tp):  # type: ignore[arg-type]
         small = n < config.train.small_buffer
-        found["small" if small else unit, axis] += n
+        if unit in parts:
+            found["small" if small else unit, axis] += n
     return {key: n + padding[key] for key, n in found.items()}
 
 
-def parameters_and_gradients(config: RunConfig, padding: Padding) -> Counter[Key]:
+def parameters_and_gradients(config: RunConfig, padding: Padding, place: int) -> Counter[Key]:
     """ZeRO: how often buffers are gathered and reduced, times ``(n-1)/n`` of their size."""
-    dims, zero, microbatches = config.dims, config.train.zero, config.train.microbatches
+    parts = held(config, place)
+    dims, zero, microbatches = config.dims, config.zero, config.train.microbatches
     sizes = {DENSE_STORE: dims.fsdp, WHOLE_STORE: dims.fsdp * dims.tp, EXPERT_STORE: dims.fsdp * dims.tp}
     total: Counter[Key] = Counter()
-    for (unit, axis), elements in _stored(config, padding).items():
+    for (unit, axis), elements in _stored(config, padding, parts).items():
         n = sizes[axis]
         bytes_sent = (n - 1) * elements // n * FLOAT
         kept = unit == "small"  # gathered until the step's end
         forward_only = unit in ("embed", "head")  # reads no values in backward; begins backward at once
         if n > 1:
-            times = 1 if zero < 3 or kept else microbatches * (1 if forward_only else 2)
+            spared = turns(config, place) if unit == parts[-1] and not forward_only else 0
+            times = 1 if zero < 3 or kept else microbatches * (1 if forward_only else 2) - spared
             total["all_gather", axis, "gather"] += times * bytes_sent
             total["reduce_scatter", axis, "reduce"] += (1 if zero == 1 or kept else microbatches) * bytes_sent
         if dims.ddp > 1:
@@ -127,7 +147,7 @@ def parameters_and_gradients(config: RunConfig, padding: Padding) -> Counter[Key
     return total
 
 
-def activations(config: RunConfig) -> Counter[Key]:
+def activations(config: RunConfig, parts: Sequence[str]) -> Counter[Key]:
     """Over ``tp`` each sub-layer gathers its tokens and scatters its sum, and backward does the opposite."""
     dims, m = config.dims, config.model
     assert isinstance(m, DecoderConfig)
@@ -137,28 +157,44 @@ def activations(config: RunConfig) -> Counter[Key]:
     tokens = config.data.batch_size // dims.data * config.data.sequence_length  # of all microbatches
     slab = (n - 1) * tokens // n * FLOAT  # bytes for each value of a token
     latent = 0 if isinstance(m.attention, GqaConfig) else m.attention.kv_rank + m.attention.rope_dim
-    gathered = m.n_layers * (2 * m.dim + latent) + m.dim  # attention and feed-forward of each layer, and the head
-    scattered = m.n_layers * 2 * m.dim + m.dim  # and the embedding
+    layers, head = len({*parts} - {"embed", "head"}), "head" in parts
+    gathered = layers * (2 * m.dim + latent) + head * m.dim  # attention and feed-forward of each layer, and the head
+    scattered = layers * 2 * m.dim + ("embed" in parts) * m.dim
     total["all_gather", "tp", "forward"] = total["reduce_scatter", "tp", "backward"] = gathered * slab
     total["reduce_scatter", "tp", "forward"] = total["all_gather", "tp", "backward"] = scattered * slab
-    total["all_reduce", "tp", "forward"] = 2 * (n - 1) * 3 * tokens * FLOAT // n  # largest logit, and two sums
-    return total
+    total["all_reduce", "tp", "forward"] = head * 2 * (n - 1) * 3 * tokens * FLOAT // n  # largest logit, and two sums
+    return +total
+
+
+def messages(config: RunConfig, place: int) -> Counter[Key]:
+    """With a stage a rank, every microbatch's activation goes to the next rank, and its gradient to the one before."""
+    dims, m = config.dims, config.model
+    assert isinstance(m, DecoderConfig)
+    tokens = config.data.batch_size // dims.data * config.data.sequence_length // dims.tp
+    size = tokens * m.dim * FLOAT
+    total = {("send", "pp", "forward"): size * (place + 1 < dims.pp), ("send", "pp", "backward"): size * (place > 0)}
+    return +Counter(total)
 
 
 def statistics(config: RunConfig) -> Counter[Key]:
-    """Once a step: targets, the loss and its largest share, the gradient norm, expert loads and their losses."""
+    """Once a step: targets, each data rank's loss, the gradient norm, expert loads and their losses."""
     dims, m, total = config.dims, config.model, Counter()
     assert isinstance(m, DecoderConfig)
     layers = sum(m.is_moe(i) for i in range(m.n_layers))
-    sums = [("ddp+fsdp", dims.data, INT), ("ddp+fsdp", dims.data, FLOAT), ("pp+ddp+fsdp+cp", dims.data, FLOAT),
-            ("pp+fsdp+cp+tp", dims.fsdp * dims.tp, FLOAT)]  # fmt: skip
+    sums = [("ddp+fsdp", dims.data, 1), ("pp+ddp+fsdp+cp", dims.pp * dims.data, dims.data),
+            ("pp+fsdp+cp+tp", dims.pp * dims.fsdp * dims.tp, 1)]  # fmt: skip
     if m.moe is not None:
-        sums += [("ddp+fsdp+cp+tp", dims.world, layers * m.moe.n_experts * INT),
-                 ("ddp+fsdp+cp+tp", dims.world, layers * 2 * FLOAT)]  # fmt: skip
-    for axis, n, size in sums:
+        sums.append(("pp+ddp+fsdp+cp+tp", dims.world, layers * m.moe.n_experts + 2))
+    for axis, n, numbers in sums:
         if n > 1:
-            total["all_reduce", axis, ""] += round(2 * (n - 1) * size / n)
+            total["all_reduce", axis, ""] += round(2 * (n - 1) * numbers * WIDE / n)
     return total
+
+
+def closed_form(config: RunConfig, padding: Padding, place: int) -> Counter[Key]:
+    """All that a rank at that place of ``pp`` sends."""
+    return (parameters_and_gradients(config, padding, place) + activations(config, held(config, place))
+            + messages(config, place) + statistics(config))  # fmt: skip
 
 
 # ---- both ------------------------------------------------------------------------------------------------------------
@@ -173,19 +209,21 @@ KINDS = {
 
 
 def measure(cases: tuple[Case, ...], say: Callable[[str], None]) -> Table:
-    """A row for each case and kind of traffic; equal means equal for every operation and axis."""
+    """A row for each case and kind of traffic; equal means equal for every operation and axis, on every stage."""
     columns = ("model", "layout", "ZeRO", "microbatches", "traffic", "recorded", "closed form", "equal")
-    table = Table("Bytes that a rank sends in a step", columns)
+    table = Table("Bytes that a rank sends in a step; in a pipeline, one rank of each stage", columns)
     for world in sorted({c.config.dims.world for c in cases}):
         with Pool(world) as pool:
             for case in (c for c in cases if c.config.dims.world == world):
                 say(f"{case.model} {case.layout} ZeRO {case.zero}")
-                recorded, padding = pool.run(record, case)[0]
-                config = case.config
-                closed = parameters_and_gradients(config, padding) + activations(config) + statistics(config)
+                ranks, pp = pool.run(record, case), case.config.dims.pp
+                both = [(recorded, closed_form(case.config, padding, place))
+                        for place, (recorded, padding) in enumerate(ranks[:: world // pp])]  # fmt: skip
                 for kind, phases in KINDS.items():
-                    ours, theirs = (Counter({k: v for k, v in c.items() if k[2] in phases}) for c in (recorded, closed))
+                    pairs = [[Counter({k: v for k, v in c.items() if k[2] in phases}) for c in pair] for pair in both]
+                    ours, theirs = (sum(c.total() for c in side) for side in zip(*pairs, strict=True))
                     if ours or theirs:
                         row = (case.model, case.layout, str(case.zero), str(case.microbatches), kind)
-                        table.add(*row, f"{ours.total():,}", f"{theirs.total():,}", "yes" if ours == theirs else "NO")
+                        equal = all(a == b for a, b in pairs)
+                        table.add(*row, f"{ours:,}", f"{theirs:,}", "yes" if equal else "NO")
     return table

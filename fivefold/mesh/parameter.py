@@ -104,5 +104,13 @@ def tie(p: nn.Parameter, name: str) -> nn.Parameter:
     """Mark ``p`` as one parameter with the one called ``name``, which another part has; mark both.
 
     On one rank they become one; on two, both are stored, with equal values, and their gradients are summed.
+
+    Raises:
+        ValueError: if ``p`` has values of its own: two copies, on two ranks, would differ.
     """
+    if not p.is_meta:
+        raise ValueError(
+            f"the parameter to tie to {name} has values already. Declare both with parameter(...), so that they start "
+            "from one Init, or share one nn.Parameter of two parts and use pp=1"
+        )
     return attach(p, replace(spec_of(p), init_name=name))

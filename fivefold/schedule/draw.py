@@ -72,6 +72,7 @@ def svg(table: Table, cost: Cost = UNIT, comm: float = 0.0, *, title: str = "") 
     left = 12 + len(f"rank {len(table) - 1}") * CHARACTER + 8
     top = 34 if title else 12
     lines = [legend(table), _times(timeline)]
+    origin = left - min(timeline.start.values()) * scale
     width = max(left + timeline.makespan * scale + 12, 24 + CHARACTER * max(map(len, [*lines, title])))
     below = top + len(table) * (HEIGHT + GAP)
     height = below + 18 * len(lines) + 10
@@ -88,7 +89,7 @@ def svg(table: Table, cost: Cost = UNIT, comm: float = 0.0, *, title: str = "") 
         y = top + rank * (HEIGHT + GAP)
         parts.append(f'<text x="12" y="{y + 15}">rank {rank}</text>')
         for action in order:
-            parts += _box(action, rank, label(action), chunk[action.stage] > 0, timeline, left, y, scale)
+            parts += _box(action, rank, label(action), chunk[action.stage] > 0, timeline, origin, y, scale)
     parts += [f'<text x="12" y="{below + 18 * i + 15}">{escape(line)}</text>' for i, line in enumerate(lines)]
     return "\n".join([*parts, "</svg>\n"])
 
@@ -106,12 +107,11 @@ def legend(table: Table) -> str:
 
 
 def _box(
-    action: Action, rank: int, label: str, later: bool, timeline: Timeline, left: float, y: int, scale: float
+    action: Action, rank: int, label: str, later: bool, timeline: Timeline, origin: float, y: int, scale: float
 ) -> Iterator[str]:
-    """One action's rectangle, and its label if that fits."""
+    """One action's rectangle, and its label if that fits; time 0 is drawn at ``origin``."""
     start, end = timeline.start[action], timeline.end[action]
-    began = min(timeline.start.values())
-    x, width = left + (start - began) * scale, (end - start) * scale
+    x, width = origin + start * scale, (end - start) * scale
     name = f"{action}: {NAMES[action.kind]} of microbatch {action.microbatch} on stage {action.stage}, rank {rank}"
     yield (
         f'<g><title>{escape(f"{name}, {start:g} to {end:g}")}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" '

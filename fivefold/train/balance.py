@@ -47,10 +47,12 @@ def update_balance(experts: Mapping[str, MoE], layers: Mapping[str, int], mesh: 
         return Load({}, zero, zero)
     none = {name: torch.zeros(n, dtype=torch.int64, device=mesh.device) for name, n in layers.items()}
     loads = none | {name: moe.load for name, moe in experts.items()}
-    counts = sum_values(torch.cat([loads[name] for name in layers]), mesh.world).split(list(layers.values()))
     own = [torch.stack([moe.balance_loss, moe.z_loss]) for moe in experts.values()]
-    losses = sum_values(torch.stack(own).sum(0) if own else zero.expand(2), mesh.world)
-    by_layer = dict(zip(layers, counts, strict=True))
+    losses = torch.stack(own).sum(0) if own else zero.expand(2)
+    # Counts and losses in one sum; float64 holds counts up to 2**53 exactly.
+    parts = [losses.double(), *(loads[name].double() for name in layers)]
+    losses, *counts = sum_values(torch.cat(parts), mesh.world).split([2, *layers.values()])
+    by_layer = {name: count.long() for name, count in zip(layers, counts, strict=True)}
     for name, moe in experts.items():
         moe.update_bias(by_layer[name])
     return Load(by_layer, losses[0], losses[1])

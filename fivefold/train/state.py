@@ -81,8 +81,8 @@ def build_state(config: RunConfig, mesh: Mesh, watch: Watch | None = None,
     run = Run(mesh, progress=progress or Progress())
     parts = build_parts(run, config.model, pipeline.names(mesh.pp.rank), config.train.seed,
                         layout_free=config.model.part_costs(config.data.sequence_length) is not None)  # fmt: skip
-    entries = collect(parts, run)
-    shapes, layers = _whole_model(parts, entries, mesh)
+    shapes, layers, shared = _whole_model(parts, collect(parts, run), mesh)
+    entries = collect(parts, run, shared)
     stages = _stages(pipeline, parts, entries, run, config, watch)
     experts = _experts(parts)
     shards = [s for stage in stages.values() for s in stage.shards]
@@ -110,8 +110,9 @@ def _experts(parts: dict[str, nn.Module]) -> dict[str, MoE]:
 
 
 def _whole_model(parts: dict[str, nn.Module], entries: Entries,
-                 mesh: Mesh) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:  # fmt: skip
-    """The shape of every parameter, and the number of experts of every expert layer, on all stages.
+                 mesh: Mesh) -> tuple[dict[str, tuple[int, ...]], dict[str, int], set[str]]:  # fmt: skip
+    """Of all stages: the shape of every parameter, the number of experts of every expert layer, and the names of the
+    parameters that two ranks have.
 
     Raises:
         ConfigError: if parameters are tied that ``mesh.tie`` does not join.
@@ -121,13 +122,15 @@ def _whole_model(parts: dict[str, nn.Module], entries: Entries,
            "experts": {name: moe.config.n_experts for name, moe in _experts(parts).items()},
            "tied": sorted({e.name for e in held if e.spec.tied}), "tie": mesh.tie.size}  # fmt: skip
     every = [json.loads(text) for text in gather_text(json.dumps(own), mesh.pp, mesh.device)]
-    for name in {name for one in every for name in one["tied"]}:
-        holders = [place for place, one in enumerate(every) if name in one["tied"]]
-        if len(holders) > 1 and any(every[place]["tie"] == 1 for place in holders):
+    places = {name: [place for place, one in enumerate(every) if name in one["tied"]]
+              for one in every for name in one["tied"]}  # fmt: skip
+    shared = {name for name, holders in places.items() if len(holders) > 1}
+    for name, holders in places.items():
+        if name in shared and any(every[place]["tie"] == 1 for place in holders):
             raise ConfigError([f"the model ties {name} on pp ranks {holders}, of which not all hold the first or the "
                                "last stage. Tie parameters of these two alone, or use pp=1."])  # fmt: skip
     shapes = {name: tuple(shape) for one in every for name, shape in one["shapes"].items()}
-    return shapes, {name: n for one in every for name, n in one["experts"].items()}
+    return shapes, {name: n for one in every for name, n in one["experts"].items()}, shared
 
 
 def _calls(parts: dict[str, nn.Module], run: Run, config: RunConfig) -> dict[str, Call]:

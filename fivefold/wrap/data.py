@@ -269,7 +269,7 @@ class Stage:
             b.zero_grad()
 
     def finish(self) -> None:
-        """End a step: every gradient is summed over its data axes, and nothing stays gathered.
+        """End a step of all but what is :attr:`tied`: gradients are summed over data axes, nothing stays gathered.
 
         Raises:
             AssertionError: if a gradient was never reduced.
@@ -278,8 +278,21 @@ class Stage:
             if unit.keep:
                 unit.reduce(last=True)
         for b in self.buffers:
-            b.finish()
+            if b.tie.size == 1:
+                b.finish()
         self._streams.join_reduce()
+
+    def finish_tied(self, name: str) -> None:
+        """End a step for a parameter that another rank has too, after :meth:`finish` on all stages."""
+        for b in self.buffers:
+            if b.tie.size > 1 and b.entries[0].name == name:
+                b.finish()
+        self._streams.join_reduce()
+
+    @property
+    def tied(self) -> list[str]:
+        """Names of the parameters that another rank has too."""
+        return [b.entries[0].name for b in self.buffers if b.tie.size > 1]
 
     def release(self) -> None:
         """Drop gathered parameters after forwards that no backward follows."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,8 +12,9 @@ from ..mesh.axis import Axis
 from ..mesh.parameter import ParamSpec, spec_of
 from ..mesh.run import Run
 
-Key = tuple[Axis, bool, bool, torch.dtype | None]
-"""What parameters in one buffer have in common: storage axis, tied, trainable, own compute dtype."""
+Key = tuple[Axis, str, bool, torch.dtype | None]
+"""What parameters in one buffer have in common: storage axis, name if another rank has it too (it is then alone, so
+that both ranks have the same buffer; empty for all others), trainable, own compute dtype."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,13 @@ class Entries:
     """The earlier parts whose parameters a part uses too."""
 
 
-def collect(parts: Mapping[str, nn.Module], run: Run) -> Entries:
+def collect(parts: Mapping[str, nn.Module], run: Run, elsewhere: Collection[str] = ()) -> Entries:
     """The entries of ``parts``, which are all parts of this rank, in order.
 
     A parameter that two parts share, or that both tie to one name, belongs to the first and is borrowed by the second.
+
+    Args:
+        elsewhere: names of tied parameters that another rank of the pipeline has too.
     """
     found, known = Entries(), dict[object, tuple[str, Entry]]()
     for part_name, part in parts.items():
@@ -64,6 +68,7 @@ def collect(parts: Mapping[str, nn.Module], run: Run) -> Entries:
                 name = spec.init_name or own_name
                 entry = Entry(name, p, spec, [(module, attribute)], name == own_name)
                 known[identity] = part_name, entry
-                key = (spec.storage_axis(run.mesh), spec.tied, p.requires_grad, spec.dtype)
+                tied = name if name in elsewhere else ""
+                key = (spec.storage_axis(run.mesh), tied, p.requires_grad, spec.dtype)
                 groups.setdefault(key, []).append(entry)
     return found

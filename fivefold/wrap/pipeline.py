@@ -140,6 +140,8 @@ class Executor:
         self.run.progress.at("gradient sums")
         for stage in self.stages.values():
             stage.finish()
+        for name, stage in sorted((name, s) for s, held in self.stages.items() for name in held.tied):
+            self.stages[stage].finish_tied(name)  # by name: both ranks that have it in one order
         return step.loss
 
     @torch.no_grad()

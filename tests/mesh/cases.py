@@ -15,8 +15,10 @@ from torch import Tensor
 
 from fivefold.config.dims import ParallelDims
 from fivefold.mesh import collectives as c
+from fivefold.mesh import p2p
 from fivefold.mesh.axis import Axis
 from fivefold.mesh.pool_worker import RankContext
+from fivefold.mesh.text import gather_text
 from fivefold.observe.recorder import FlightRecorder, Recorder
 
 from .operations import operations
@@ -162,6 +164,50 @@ def groups_of(context: RankContext, layout: str) -> tuple[int, int]:
 def parsed(context: RankContext, dims: ParallelDims) -> bool:
     """Whether a layout and its string give the same mesh."""
     return context.mesh(dims) is context.mesh(str(dims))
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def passed_on(context: RankContext, n: int) -> tuple[list[list[float]], list[dict[str, Any]], list[bool]]:
+    """Every rank sends ``n`` messages of growing size to the next; what came, the events, and whether handles let go.
+
+    All are posted before the first wait.
+    """
+    recorder = FlightRecorder()
+    pp = context.mesh(f"pp{context.world}", recorder).pp
+    to, source = (pp.rank + 1) % pp.size, (pp.rank - 1) % pp.size
+    sends, receives = [], []
+    with recorder.at(stage=2, microbatch=5):
+        for i in range(n):
+            sends.append(p2p.send(torch.full((i + 1,), 10.0 * pp.rank + i), pp, to))
+            receives.append(p2p.receive(torch.empty(i + 1), pp, source))
+    came = [handle.wait().tolist() for handle in receives]
+    for handle in sends:
+        assert len(handle.keep) == 1
+        handle.wait()
+    events = [asdict(e) for e in recorder.events]
+    return came, events, [handle.keep == () for handle in [*sends, *receives]]
+
+
+def two_channels(context: RankContext) -> tuple[list[float], list[float]]:
+    """Rank 0 sends activations 1, 2, 3 and gradients 10, 20; rank 1 waits for the gradients first."""
+    mesh = context.mesh("pp2")
+    forward, back = mesh.pp, mesh.pp_back
+    if forward.rank == 0:
+        handles = [p2p.send(torch.tensor([x]), forward, 1) for x in (1.0, 2.0, 3.0)]
+        handles += [p2p.send(torch.tensor([x]), back, 1, tag=1) for x in (10.0, 20.0)]
+        for handle in reversed(handles):
+            handle.wait()
+        return [], []
+    activations = [p2p.receive(torch.empty(1), forward, 0) for _ in range(3)]
+    gradients = [p2p.receive(torch.empty(1), back, 0, tag=1) for _ in range(2)]
+    return [h.wait().item() for h in gradients], [h.wait().item() for h in activations]
+
+
+def texts(context: RankContext, own: list[str]) -> list[str]:
+    """Every rank's text, on every rank."""
+    return gather_text(own[context.rank], context.mesh(f"pp{context.world}").pp, torch.device("cpu"))
 
 
 # ---- for the pool itself ---------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fivefold.config.dims import ParallelDims
 from fivefold.config.parts import CommConfig
-from fivefold.mesh import transport
+from fivefold.mesh import p2p, transport
 from fivefold.mesh.mesh import Mesh
 from fivefold.mesh.process import join, leave, set_step_timeouts
 
@@ -63,6 +63,8 @@ def absent(step_timeout_s: float) -> dict[str, tuple[float, str]]:
         "all_to_all": lambda axis: transport.all_to_all(torch.ones(2), axis, [1, 1], [1, 1]),
         "broadcast": lambda axis: transport.broadcast(torch.ones(2), axis, 1),
         "shift": lambda axis: transport.shift(torch.ones(2), axis),
+        "send": lambda axis: (p2p.receive if axis.rank else p2p.send)(torch.ones(2), axis, 1 - axis.rank),
+        "receive": lambda axis: (p2p.send if axis.rank else p2p.receive)(torch.ones(2), axis, 1 - axis.rank),
     }
     meshes = {name: Mesh(ParallelDims(tp=2), process.rank, timeout_s=60) for name in moves}
     for name, move in moves.items():  # the first step: everybody comes

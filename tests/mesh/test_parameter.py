@@ -90,3 +90,8 @@ def test_tie_takes_the_others_name() -> None:
     assert spec_of(p).init.std == 0.5
     q = attach(nn.Parameter(torch.ones(4, 2)), spec_of(p))
     assert spec_of(q) is spec_of(p)
+
+
+def test_a_tie_of_values_that_differ_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the parameter to tie to embed.weight has values already. Declare both with"):
+        tie(nn.Parameter(torch.ones(2)), "embed.weight")

@@ -37,21 +37,21 @@ class Wrong(plain.Mix):
         return _Scale.apply(super().forward(x, mb), self.value, self.gradient)  # type: ignore[return-value]
 
 
-def _build(run: Run, config: ModelConfig, what: str) -> dict[str, nn.Module]:
-    parts = plain.build(run, config)
+def _build(run: Run, config: ModelConfig, names: Sequence[str] | None, what: str) -> dict[str, nn.Module]:
+    parts = plain.build(run, config, names)
     return {name: Wrong(run.mesh.rank, what) if name == "mix.1" else part for name, part in parts.items()}
 
 
 def build_value(run: Run, config: ModelConfig, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    return _build(run, config, "value")
+    return _build(run, config, names, "value")
 
 
 def build_gradient(run: Run, config: ModelConfig, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    return _build(run, config, "gradient")
+    return _build(run, config, names, "gradient")
 
 
 def _recipe(builder: str) -> RunConfig:
-    model = ModelConfig(builder=f"{__file__}:{builder}", vocab_size=37)
+    model = plain.PlainConfig(builder=f"{__file__}:{builder}", vocab_size=37)
     return plain.recipe().model_copy(update={"model": model})
 
 

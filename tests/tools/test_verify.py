@@ -19,11 +19,11 @@ from fivefold.mesh.pool import Pool, PoolError
 from fivefold.recipes import load
 from fivefold.tools import verify as tool
 from fivefold.tools.verify import Outcome, Report, as_json, compare, first_difference, one_rank, verify
+from tests.parity import plain
 from tests.parity.grid import changed, row
 
 Pools = Callable[[int], Pool]
 ROOT = Path(__file__).parents[2]
-PLAIN = f"{ROOT}/tests/parity/plain.py:recipe"
 KEYS = [
     "layout",
     "dtype",
@@ -161,15 +161,16 @@ def test_the_oracle_is_plain() -> None:
 
 
 def test_a_users_own_model_and_recipe(pool: Pools) -> None:
-    config = changed(load(PLAIN).config, "train.dtype", "float64")
-    assert all(r.passed and r.experts for r in run(pool, config, "fsdp2", "ddp2"))
+    config = changed(plain.recipe(), "train.dtype", "float64")
+    assert all(r.passed and r.experts for r in run(pool, config, "fsdp2", "ddp2", "pp2", "pp4"))
 
 
 @pytest.mark.parametrize(
     ("recipe", "first"), [("wrong_value", "mix.1"), ("wrong_gradient", "mix.0 (gradient of its output)")]
 )
-@pytest.mark.parametrize("layout", ["fsdp2", "ddp2"])
+@pytest.mark.parametrize("layout", ["fsdp2", "ddp2", "pp2", "pp4"])
 def test_a_users_mistake_is_found_and_placed(pool: Pools, recipe: str, first: str, layout: str) -> None:
+    """Also where it is on another rank than the one that judges: under pp2 the last, under pp4 one in the middle."""
     config = changed(load(f"{ROOT}/tests/tools/models.py:{recipe}").config, "train.dtype", "float64")
     report = run(pool, config, layout)[0]
     assert not report.passed and report.gradient > 1e-3
@@ -189,11 +190,11 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_with_a_file_passes_and_writes_json(tmp_path: Path) -> None:
-    done = command("tests/parity/plain.py:recipe", "--parallel", "fsdp2", "ddp2", "--json", str(tmp_path / "r.json"))
+    done = command("tests/parity/plain.py:recipe", "--parallel", "fsdp2", "pp2", "--json", str(tmp_path / "r.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("passed") == 2
     reports = json.loads((tmp_path / "r.json").read_text())
-    assert [r["layout"] for r in reports] == ["fsdp2", "ddp2"] and all(list(r) == KEYS and r["passed"] for r in reports)
+    assert [r["layout"] for r in reports] == ["fsdp2", "pp2"] and all(list(r) == KEYS and r["passed"] for r in reports)
 
 
 def test_the_command_fails_with_what_does_not_pass(tmp_path: Path) -> None:
@@ -203,6 +204,12 @@ def test_the_command_fails_with_what_does_not_pass(tmp_path: Path) -> None:
     assert "failed" in done.stdout and "first difference in mix.1" in done.stdout
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["passed"] is False and report["first_difference"] == "mix.1" and report["steps"] == 1
+
+
+def test_a_parameter_that_a_layout_lacks_is_infinitely_wrong() -> None:
+    missing = outcome(gradients={"a": torch.tensor([1.0, 2.0])})
+    report = compare(row("fsdp2").config, missing, outcome(), True, 1e-10)
+    assert not report.passed and report.gradient == float("inf") and report.worst == ("b", float("inf"))
 
 
 def test_tolerances_are_the_documented_ones() -> None:

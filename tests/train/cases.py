@@ -12,7 +12,9 @@ from torch import Tensor
 from fivefold.config.run import RunConfig
 from fivefold.data.synthetic import Synthetic
 from fivefold.mesh.pool_worker import RankContext
+from fivefold.schedule.plan import plan
 from fivefold.tools.compare import Whole, gather_whole
+from fivefold.train.balance import routing_biases
 from fivefold.train.evaluate import Evaluation, evaluate
 from fivefold.train.gradients import NonFiniteGradient
 from fivefold.train.save import save_weights
@@ -33,12 +35,14 @@ def train(state: TrainState, steps: int) -> list[float]:
 
 def losses(context: RankContext, config: RunConfig, steps: int) -> list[float]:
     """Losses of a run."""
-    return train(build_state(config, context.mesh(config.parallel)), steps)
+    return train(build_state(config, context.mesh(config.parallel, ends=plan(config).ends)), steps)
 
 
 def initial_weights(context: RankContext, config: RunConfig) -> Whole:
     """Whole parameters before the first step."""
-    return gather_whole(build_state(config, context.mesh(config.parallel)), lambda s: s.piece.data)
+    return gather_whole(
+        build_state(config, context.mesh(config.parallel, ends=plan(config).ends)), lambda s: s.piece.data
+    )
 
 
 def everything(state: TrainState) -> dict[str, Tensor]:
@@ -76,7 +80,7 @@ class Evaluated:
 
 def evaluated(context: RankContext, config: RunConfig, n_rows: int, between: bool = True) -> Evaluated:
     """Train a step, evaluate ``n_rows`` made-up rows unless ``between`` is off, train another."""
-    state = build_state(config, context.mesh(config.parallel))
+    state = build_state(config, context.mesh(config.parallel, ends=plan(config).ends))
     data = config.data
     heldout = Synthetic(config.model.vocab_size, data.sequence_length, n_rows, config.train.seed + 1).heldout
     train(state, 1)
@@ -97,7 +101,7 @@ def saved(context: RankContext, config: RunConfig, folder: str, steps: int) -> N
     """Train and write the weights."""
     from pathlib import Path
 
-    state = build_state(config, context.mesh(config.parallel))
+    state = build_state(config, context.mesh(config.parallel, ends=plan(config).ends))
     train(state, steps)
     save_weights(state, Path(folder))
 
@@ -114,7 +118,7 @@ class Stopped:
 
 def not_finite(context: RankContext, config: RunConfig, rank: int, value: float, name: str) -> Stopped:
     """One good step, then one in which ``value`` is in the gradient of ``name`` on one rank (everywhere if -1)."""
-    state = build_state(config, context.mesh(config.parallel))
+    state = build_state(config, context.mesh(config.parallel, ends=plan(config).ends))
     train(state, 1)
     before, targets = everything(state), state.targets
     real = Buffer._publish
@@ -138,9 +142,37 @@ def not_finite(context: RankContext, config: RunConfig, rank: int, value: float,
                    state.targets - targets)  # fmt: skip
 
 
+@dataclass
+class Known:
+    """What a rank knows of the whole model, and of the experts on all stages after two steps."""
+
+    shapes: list[tuple[str, tuple[int, ...]]]
+    expert_layers: list[tuple[str, int]]
+    own: list[str]
+    """Expert layers of this rank."""
+    counts: dict[str, Tensor]
+    biases: dict[str, Tensor]
+    losses: tuple[float, float]
+    imbalance: dict[str, float]
+
+
+def known(context: RankContext, config: RunConfig) -> Known:
+    """Train two steps."""
+    state = build_state(config, context.mesh(config.parallel, ends=plan(config).ends))
+    source = batches(config, state.mesh)
+    load = None
+    for step in (1, 2):
+        load = train_step(state, source.batch(source.rows(step))).load
+    source.close()
+    assert load is not None
+    biases = routing_biases(state.experts, state.expert_layers, state.mesh)
+    return Known(list(state.shapes.items()), list(state.expert_layers.items()), list(state.experts), load.counts,
+                 biases, (load.balance_loss.item(), load.z_loss.item()), load.imbalance())  # fmt: skip
+
+
 def clipped(context: RankContext, config: RunConfig) -> dict[str, Any]:
     """Norm and clipped gradients of a step, whole."""
-    state = build_state(config, context.mesh(config.parallel))
+    state = build_state(config, context.mesh(config.parallel, ends=plan(config).ends))
     source = batches(config, state.mesh)
     stats = train_step(state, source.batch(source.rows(1)))
     source.close()

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from fivefold.config.parts import PipelineConfig
 from fivefold.mesh.mesh import Mesh
 from fivefold.mesh.pool import Pool
 from fivefold.train.gradients import clip, gradient_norm
 from fivefold.train.state import build_state
-from tests.parity.grid import row
+from tests.parity.grid import FROZEN, row
 
 from . import cases
 
@@ -29,7 +30,9 @@ def test_clipping_is_torchs(max_norm: float) -> None:
         plain[-1].grad = s.value.grad.clone()
     expected = torch.nn.utils.clip_grad_norm_(plain, max_norm or float("inf"))
     norm = gradient_norm(state.shards, state.mesh)
-    assert norm.dtype == torch.float64 and abs(norm - expected) < 1e-12 * expected
+    assert (
+        norm.dtype == torch.float64 == gradient_norm([], state.mesh).dtype and abs(norm - expected) < 1e-12 * expected
+    )
     clip(state.shards, norm.item(), max_norm)
     for s, p in zip(state.shards, plain, strict=True):
         assert s.value.grad is not None and p.grad is not None
@@ -50,7 +53,16 @@ def test_a_norm_of_half_precision_gradients_is_summed_in_float32() -> None:
     assert gradient_norm(state.shards, state.mesh).item() == pytest.approx(0.5 * total**0.5, rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["ddp2", "fsdp2", "tp2"])
+def test_a_stage_without_gradients_adds_to_the_others_norm(pool: Pools) -> None:
+    """Its parameters are frozen, so it does not know what dtype theirs have."""
+    frozen = row("pp2", "moe", 1, 2, "none", "1f1b", pipeline__stages=(2, 5), **FROZEN)
+    one = pool(1).run(cases.clipped, frozen.config.model_copy(
+        update={"parallel": "single", "pipeline": PipelineConfig()}))[0]  # fmt: skip
+    for found in pool(2).run(cases.clipped, frozen.config):
+        assert found["norm"] == pytest.approx(one["norm"], rel=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["ddp2", "fsdp2", "tp2", "pp2"])
 def test_clipped_gradients_are_one_ranks(pool: Pools, layout: str) -> None:
     one = pool(1).run(cases.clipped, row("single", "moe", optim__max_norm=0.1).config)[0]
     for found in pool(2).run(cases.clipped, row(layout, "moe", optim__max_norm=0.1).config):
@@ -63,7 +75,7 @@ PARAMETER = "layers.2.ffn.up"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize(("layout", "rank"), [("fsdp2", 1), ("fsdp2", 0), ("tp2", 1)])
+@pytest.mark.parametrize(("layout", "rank"), [("fsdp2", 1), ("fsdp2", 0), ("tp2", 1), ("pp2", 1)])
 def test_one_ranks_bad_gradient_stops_all(pool: Pools, layout: str, rank: int, value: float) -> None:
     stopped: list[cases.Stopped] = pool(2).run(cases.not_finite, row(layout, "moe").config, rank, value, PARAMETER)
     assert stopped[0].message == stopped[1].message

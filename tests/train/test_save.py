@@ -12,16 +12,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fivefold.config.parts import PipelineConfig
 from fivefold.mesh.mesh import Mesh
 from fivefold.mesh.pool import Pool
 from fivefold.train import save
 from fivefold.train.state import build_state
-from tests.parity.grid import row
+from tests.parity.grid import Row, row
 
 from . import cases
 
 Pools = Callable[[int], Pool]
-LAYOUTS = ["fsdp2", "ddp2", "tp2", "ddp2-tp2", "fsdp2-tp2", "tp4"]
+LAYOUTS = ["fsdp2", "ddp2", "tp2", "ddp2-tp2", "fsdp2-tp2", "tp4", "pp2", "pp4", "pp2-fsdp2"]
 
 
 def written(pool: Pools, layout: str, folder: Path, steps: int, model: str = "moe_q") -> dict[str, Tensor]:
@@ -50,7 +51,7 @@ def test_names_shapes_and_values_before_training(pool: Pools, tmp_path: Path) ->
         assert other.keys() == one.keys() and all(torch.equal(other[n], one[n]) for n in one), layout
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "ddp2-tp2"])
+@pytest.mark.parametrize("layout", ["fsdp2", "ddp2-tp2", "pp2-fsdp2"])
 def test_after_training(pool: Pools, tmp_path: Path, layout: str) -> None:
     one = written(pool, "single", tmp_path / "single", 3)
     other = written(pool, layout, tmp_path / layout, 3)
@@ -59,11 +60,20 @@ def test_after_training(pool: Pools, tmp_path: Path, layout: str) -> None:
     assert one["layers.1.ffn.bias"].dtype == torch.float32 and one["embed.weight"].dtype == torch.float64
 
 
-def test_a_tied_matrix_is_written_once(pool: Pools, tmp_path: Path) -> None:
-    config = row("tp2", "dense", model__tied=True).config
-    pool(2).run(cases.saved, config, str(tmp_path), 1)
-    found = load_file(tmp_path / "model-00001.safetensors")
+TIED = [row("tp2", "dense", tied=True), row("pp2-fsdp2", "dense", 3, 2, "none", "zb_v", True),
+        row("pp2-fsdp2", "dense", 3, 2, "none", "1f1b", True)]  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", TIED, ids=str)
+def test_a_tied_matrix_is_written_once(pool: Pools, tmp_path: Path, tied: Row) -> None:
+    """Also where two stages, on one rank or on two, have it."""
+    pool(tied.world).run(cases.saved, tied.config, str(tmp_path / "found"), 2)
+    one = tied.config.model_copy(update={"parallel": "single", "pipeline": PipelineConfig()})
+    pool(1).run(cases.saved, one, str(tmp_path / "one"), 2)
+    found, expected = (load_file(tmp_path / name / "model-00001.safetensors") for name in ("found", "one"))
     assert "head.weight" not in found and found["embed.weight"].shape == (37, 16)
+    assert found.keys() == expected.keys()
+    assert all((found[n] - x).abs().max() <= 1e-12 * x.abs().max() for n, x in expected.items())
 
 
 def test_large_weights_are_split_over_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

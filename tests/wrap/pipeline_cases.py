@@ -8,7 +8,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from fivefold.config.model import DecoderConfig
 from fivefold.config.run import RunConfig
 from fivefold.mesh.mesh import Mesh
 from fivefold.mesh.pool_worker import RankContext
@@ -117,7 +118,8 @@ def posted(context: RankContext, config: RunConfig) -> Posted:
     batch = source.batch(source.rows(2))
     recorder.clear()
     train_step(state, batch)
-    data, width = config.data, getattr(config.model, "dim")
+    assert isinstance(config.model, DecoderConfig)
+    data, width = config.data, config.model.dim
     rows = data.batch_size // config.dims.data // config.train.microbatches
     size = 8 * rows * data.sequence_length // config.dims.tp * width
     derived = []
@@ -330,9 +332,8 @@ class Stuck:
     """How a rank's step ended whose neighbour did not come."""
 
     message: str
-    kind: str
     waited_s: float
-    at: list[str] = field(default_factory=list)
+    at: str = ""
     """What the rank was at, last."""
 
 
@@ -341,20 +342,19 @@ def timed(found: Stuck) -> Iterator[None]:
     began = time.monotonic()
     try:
         yield
-    except RuntimeError as error:
-        found.message, found.kind = str(error), type(error).__name__
-        assert isinstance(error, MessageError), error
+    except MessageError as error:
+        found.message = str(error)
     found.waited_s = time.monotonic() - began
 
 
 def absent(context: RankContext, layout: str, name: str, n: int, where: tuple[int, int], limit_s: float,
            sleep_s: float) -> Stuck:  # fmt: skip
     """A good step, then one in which a stage stops at a microbatch: asleep for ``sleep_s``, or for ever if 0."""
-    mesh, stops, found = context.mesh(layout), [False], Stuck("", "", 0.0)
+    mesh, stops, found = context.mesh(layout), [False], Stuck("", 0.0)
 
     class Watch(Progress):
         def at(self, text: str) -> None:
-            found.at = [text]
+            found.at = text
 
     def act(stage: int, mb: Microbatch, y: Tensor) -> Tensor:
         if stops[0] and (stage, mb.index) == where:

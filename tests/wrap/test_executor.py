@@ -25,6 +25,7 @@ class Probe:
     def __init__(self, name: str, run: Run, log: list[tuple[Any, ...]]) -> None:
         self.name, self.run, self.log = name, run, log
         self.w = torch.tensor(2.0, requires_grad=True)
+        self.tied: list[str] = []
 
     def tell(self, what: str, **more: bool) -> None:
         s = self.run.recorder.scope

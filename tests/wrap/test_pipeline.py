@@ -38,7 +38,7 @@ def alone(config: RunConfig) -> RunConfig:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("schedule", [*NAMES, UPSIDE_DOWN], ids=lambda s: s.rpartition("/")[2])
 def test_every_schedule_gives_one_ranks_gradients_bit_for_bit(pool: Pools, schedule: str, recompute: str) -> None:
-    """On 2 and 4 ranks, experts on every stage: each stage adds its microbatches up in one order, whatever the table."""
+    """On 2 and 4 ranks, experts on every stage: a stage adds its microbatches up in one order, whatever the table."""
     for layout, model in (("pp2", "moe_q"), ("pp4", "moe")):
         config = row(layout, model, 1, 4, recompute, schedule).config
         one: cases.Stepped = pool(1).run(cases.stepped, alone(config))[0]
@@ -211,11 +211,12 @@ LIMIT_S = 1.0
 )  # fmt: skip
 def test_a_rank_that_hangs_is_named_by_those_who_wait(name: str, where: Any, said: list[str | None]) -> None:
     with Pool(3, timeout_s=30) as own:
-        found: list[cases.Stuck] = own.run(cases.absent, "pp3", name, 6, where, LIMIT_S, 3.0)
+        found: list[cases.Stuck] = own.run(cases.absent, "pp3", name, 6, where, LIMIT_S, 2.5)
     for stuck, expected in zip(found, said, strict=True):
         if expected is not None:
-            assert stuck.kind == "MessageError" and stuck.waited_s < 2 * LIMIT_S + 0.5
+            assert stuck.waited_s < 2 * LIMIT_S + 0.5
             assert re.match(expected, stuck.message), stuck.message
+            assert stuck.at.replace(", waiting", "") in stuck.message  # what its progress tells others meanwhile
 
 
 @pytest.mark.parametrize("where", [(2, 1), (0, 1)])
