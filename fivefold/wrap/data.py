@@ -52,7 +52,7 @@ class _Announce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, fn: Callable[[], None]) -> Tensor:
         ctx.fn = fn
-        return x.view_as(x)
+        return x.detach()  # unlike a view of x it may be changed in place, as far as autograd is concerned
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -31,7 +31,7 @@ from ..mesh.transport import Handle
 from ..ops.linear import WeightGradQueue
 from ..schedule.messages import Message, Receive, Send, lower
 from ..schedule.table import Action, Table, last_backwards, needs, owners, split_backwards
-from .data import Stage
+from .data import Stage, announce
 
 OPEN_SENDS = 2
 """Sends of one kind to one rank that may be under way at once."""
@@ -196,13 +196,16 @@ class Executor:
         grads = torch.is_grad_enabled()
         if x is not None and grads:
             step.inputs[action[1:]] = x.requires_grad_()
+            x = announce(x, _nothing)  # a leaf may not be changed in place, which parts may do to what they are given
         with self._deferring(action[1:] in program.split):
             y = stage.forward(x, step.microbatches[action.microbatch],
                               backward_follows=action in program.backward_follows)  # fmt: skip
+        last = action.stage + 1 == len(program.owners)
+        _refuse(action.stage, y, last)
         step.forms[action[1:]] = y.shape, y.dtype
         if grads:
             step.outputs[action[1:]] = get_gradient_edge(y) if y.requires_grad else None
-        if action.stage + 1 == len(program.owners):
+        if last:
             step.loss += y.detach()
         else:
             step.results[action] = y.detach()
@@ -314,9 +317,6 @@ class Executor:
         if key in self._announced:
             return
         self._announced.add(key)
-        if x.dtype not in DTYPES or x.ndim > MAX_DIMS:
-            raise TypeError(f"stage {message.producer.stage} returned {_shown(form)}. "
-                            f"Return one of {', '.join(map(str, DTYPES))} with at most {MAX_DIMS} dims")  # fmt: skip
         header = torch.tensor([DTYPES.index(x.dtype), x.ndim, *x.shape, *[0] * (MAX_DIMS - x.ndim)],
                               dtype=torch.int64, device=self.run.mesh.device)  # fmt: skip
         with self._naming(message):
@@ -336,6 +336,25 @@ class Executor:
     def _kind_of(self, step: _Step, message: Message) -> object:
         tokens = getattr(step.microbatches[message.producer.microbatch], "tokens", None)
         return message.producer.stage, None if tokens is None else tokens.shape
+
+
+def _nothing() -> None:
+    """What happens when a backward comes by a stage's input."""
+
+
+def _refuse(stage: int, y: Tensor, last: bool) -> None:
+    """Refuse what can neither travel on, wherever the next stage is, nor be the loss.
+
+    Raises:
+        TypeError: if ``y`` is such.
+    """
+    if y.dtype in DTYPES and y.ndim <= (0 if last else MAX_DIMS):
+        return
+    shown, dtypes = _shown((y.shape, y.dtype)), ", ".join(map(str, DTYPES))
+    if last:
+        raise TypeError(f"the last part returned {shown} as the loss. Return a scalar, one of {dtypes}: the sum over "
+                        "the microbatch's targets, divided by n_targets")  # fmt: skip
+    raise TypeError(f"stage {stage} returned {shown}. Return one of {dtypes} with at most {MAX_DIMS} dims")
 
 
 def _shown(form: Form) -> str:

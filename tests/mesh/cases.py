@@ -17,6 +17,7 @@ from fivefold.config.dims import ParallelDims
 from fivefold.mesh import collectives as c
 from fivefold.mesh import p2p
 from fivefold.mesh.axis import Axis
+from fivefold.mesh.mesh import Groups
 from fivefold.mesh.pool_worker import RankContext
 from fivefold.mesh.text import gather_text
 from fivefold.observe.recorder import FlightRecorder, Recorder
@@ -159,6 +160,18 @@ def groups_of(context: RankContext, layout: str) -> tuple[int, int]:
     mesh = context.mesh(layout)
     again = context.mesh(layout, FlightRecorder())
     return len(mesh.groups), len({id(g) for g in mesh.groups} & {id(g) for g in again.groups})
+
+
+def groups_by_use(context: RankContext) -> tuple[bool, bool, list[float]]:
+    """Whether ranks and use name one group, whether another use names another, and sums over the two."""
+    groups, ranks = Groups(context.rank), tuple(range(context.world))
+    for use in ("", "back", "", "back"):
+        groups.create(ranks, use)
+    both = [groups.get(ranks), groups.get(ranks, "back")]
+    sums = [torch.full((1,), float(i + context.rank)) for i in range(2)]
+    for group, x in zip(both, sums, strict=True):
+        dist.all_reduce(x, group=group)
+    return groups.get(ranks) is both[0], both[0] is not both[1], [x.item() for x in sums]
 
 
 def parsed(context: RankContext, dims: ParallelDims) -> bool:

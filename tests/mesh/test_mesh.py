@@ -164,6 +164,10 @@ def test_axes_over_the_same_ranks_share_a_group(pool: Pools) -> None:
     assert pool(4).run(cases.groups_of, "pp4") == [(2, 2), (1, 1), (1, 1), (2, 2)]  # pp, and the tie of the ends
 
 
+def test_one_group_for_each_use_of_the_same_ranks(pool: Pools) -> None:
+    assert pool(2).run(cases.groups_by_use) == [(True, True, [1.0, 3.0])] * 2
+
+
 def test_recorded_mesh_leaves_the_first_alone() -> None:
     mesh = Mesh(ParallelDims(tp=2), connect=False)
     recorder = FlightRecorder()

@@ -78,3 +78,30 @@ def test_every_problem_at_once(folder):
 def test_builders_that_do_not_exist(reference):
     with pytest.raises(ConfigError, match=f"model.builder={reference}"):
         build(reference)
+
+
+DRAWN = """
+from torch import nn
+
+def parts(run, config, names=None):
+    kinds = {"a": lambda: nn.Linear(3, 4), "b": lambda: nn.LayerNorm(4), "c": lambda: nn.Embedding(5, 6)}
+    return {n: kinds[n]() for n in (kinds if names is None else names)}
+"""
+
+
+def test_values_that_modules_draw_do_not_depend_on_their_company(tmp_path):
+    """So that a pipeline's ranks, which build some parts each, start where one rank does."""
+    (tmp_path / "drawn.py").write_text(DRAWN)
+    config = ModelConfig(builder=f"{tmp_path}/drawn.py:parts", vocab_size=5)
+
+    def values(names, seed=3, **how):
+        parts = build_parts(single(), config, names, seed, **how)
+        return {f"{n}.{path}": p.detach() for n, part in parts.items() for path, p in part.named_parameters()}
+
+    whole = values(None, layout_free=True)
+    for names in (["a"], ["c"], ["b", "c"], ["a", "b", "c"]):
+        found = values(names, layout_free=True)
+        assert found.keys() == {n for n in whole if n.split(".")[0] in names}
+        assert all(torch.equal(x, whole[n]) for n, x in found.items())
+    assert not torch.equal(values(["c"])["c.weight"], values(None)["c.weight"])  # torch's own way
+    assert not torch.equal(values(["c"], 4, layout_free=True)["c.weight"], whole["c.weight"])

@@ -27,9 +27,19 @@ Pools = Callable[[int], Pool]
 UPSIDE_DOWN = f"{OWN}:upside_down"
 
 
-def alone(config: RunConfig) -> RunConfig:
+@pytest.fixture(scope="module")
+def alone(pool: Pools) -> Callable[[RunConfig], cases.Stepped]:
     """The same microbatches on one rank by the same executor: gradient accumulation."""
-    return config.model_copy(update={"parallel": "single", "pipeline": PipelineConfig()})
+    found: dict[str, cases.Stepped] = {}
+
+    def of(config: RunConfig) -> cases.Stepped:
+        one = config.model_copy(update={"parallel": "single", "pipeline": PipelineConfig()})
+        key = one.model_dump_json()
+        if key not in found:
+            found[key] = pool(1).run(cases.stepped, one)[0]
+        return found[key]
+
+    return of
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -37,11 +47,13 @@ def alone(config: RunConfig) -> RunConfig:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("schedule", [*NAMES, UPSIDE_DOWN], ids=lambda s: s.rpartition("/")[2])
-def test_every_schedule_gives_one_ranks_gradients_bit_for_bit(pool: Pools, schedule: str, recompute: str) -> None:
+def test_every_schedule_gives_one_ranks_gradients_bit_for_bit(
+    pool: Pools, alone: Callable[[RunConfig], cases.Stepped], schedule: str, recompute: str
+) -> None:
     """On 2 and 4 ranks, experts on every stage: a stage adds its microbatches up in one order, whatever the table."""
     for layout, model in (("pp2", "moe_q"), ("pp4", "moe")):
         config = row(layout, model, 1, 4, recompute, schedule).config
-        one: cases.Stepped = pool(1).run(cases.stepped, alone(config))[0]
+        one = alone(config)
         ranks: list[cases.Stepped] = pool(config.dims.world).run(cases.stepped, config)
         assert sum(r.loss for r in ranks) == one.loss > 0
         assert sum(r.loss != 0 for r in ranks) == 1
@@ -50,10 +62,12 @@ def test_every_schedule_gives_one_ranks_gradients_bit_for_bit(pool: Pools, sched
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_split", "zb_v", "looped_bfs"])
-def test_a_tied_embedding_is_equal_to_rounding(pool: Pools, schedule: str) -> None:
+def test_a_tied_embedding_is_equal_to_rounding(
+    pool: Pools, alone: Callable[[RunConfig], cases.Stepped], schedule: str
+) -> None:
     """Two uses of one matrix may be added up in another order; all else stays bit-equal."""
     config = row("pp2", "dense", 1, 4, "none", schedule, True).config
-    one: cases.Stepped = pool(1).run(cases.stepped, alone(config))[0]
+    one = alone(config)
     found: cases.Stepped = pool(2).run(cases.stepped, config)[0]
     for name, gradient in one.gradients.items():
         limit = 1e-15 if name == "embed.weight" else 0.0
