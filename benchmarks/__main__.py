@@ -40,7 +40,7 @@ def _pipeline(quick: bool, say: Say) -> Iterator[Table]:
     if quick:
         yield pipeline.measure([2], ["1f1b", "zb_v"], rounds=2, steps=1, say=say)
     else:
-        yield pipeline.measure([2, 4], list(pipeline.SCHEDULES), rounds=9, steps=2, say=say)
+        yield pipeline.measure([2, 4], list(pipeline.SCHEDULES), rounds=9, steps=1, say=say)
 
 
 def _simulation(quick: bool, say: Say) -> Iterator[Table]:

@@ -14,10 +14,15 @@ MODELS = {"llama": Llama, "dsv3": Deepseek}
 
 
 class PlainLoop:
-    """One of the two models with its optimizer; ``step`` is one step, data included."""
+    """One of the two models with its optimizer; ``step`` is one step, data included.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        microbatches: into how many a step's rows are cut; their gradients add up.
+    """
+
+    def __init__(self, name: str, microbatches: int = 1) -> None:
         torch.manual_seed(0)
+        self._microbatches = microbatches
         self.model = MODELS[name](LENGTH)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY,
                                            fused=True)  # fmt: skip
@@ -31,9 +36,12 @@ class PlainLoop:
         """One optimizer step on random tokens; the loss."""
         ids = torch.randint(0, IDS, (ROWS, LENGTH + 1), generator=self._random)
         self.optimizer.zero_grad()
-        loss = self.loss(ids)
-        loss.backward()
+        total = torch.zeros(())
+        for rows in ids.chunk(self._microbatches):
+            loss = self.loss(rows) / self._microbatches
+            loss.backward()
+            total += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM, foreach=True)
         self.model.after_step()
         self.optimizer.step()
-        return loss.item()
+        return total.item()

@@ -26,9 +26,9 @@ GOALS = {"single": 1.03, "ddp2": 1.15, "fsdp2": 1.35, "tp2": 1.60, "pp2": 1.10, 
 """Layouts, and the ratio of CPU seconds to the plain loop's that they should stay under."""
 
 
-def build_plain(context: RankContext, model: str) -> Callable[[], float]:
+def build_plain(context: RankContext, model: str, microbatches: int) -> Callable[[], float]:
     """The plain loop."""
-    return PlainLoop(model).step
+    return PlainLoop(model, microbatches).step
 
 
 def build_ours(context: RankContext, model: str, layout: str) -> Callable[[], None]:
@@ -64,7 +64,8 @@ def check_same(context: RankContext, model: str) -> None:
 def measure(
     models: Sequence[str], layouts: Sequence[str], rounds: int, steps: int, say: Callable[[str], None]
 ) -> Table:
-    """One table: a row for each model and layout."""
+    """One table: a row for each model and layout. With ``pp2`` comes the plain loop in as many microbatches."""
+    accumulated = [configured(models[0], "pp2").train.microbatches] if "pp2" in layouts else []
     worlds = {layout: ParallelDims.parse(layout).world for layout in layouts}
     alone, pools = Pool(1), {n: Pool(n) for n in sorted(set(worlds.values()))}
     table = Table("Training step against the plain loop: CPU seconds summed over ranks, and wall seconds",
@@ -72,13 +73,14 @@ def measure(
     try:
         for model in models:
             alone.run(check_same, model)
-            plain = Contestant(f"{model} plain", alone, build_plain, (model,))
-            ours = [Contestant(layout, pools[worlds[layout]], build_ours, (model, layout)) for layout in layouts]
-            compete([plain, *ours], rounds, steps, lambda text, m=model: say(f"{m}: {text}"))
-            table.add(model, "plain", seconds(plain.cpu_s), "", "", seconds(plain.wall_s), "")
-            for c in ours:
+            plain = Contestant("plain", alone, build_plain, (model, 1))
+            others = [Contestant(f"plain, {n} microbatches", alone, build_plain, (model, n)) for n in accumulated]
+            others += [Contestant(layout, pools[worlds[layout]], build_ours, (model, layout)) for layout in layouts]
+            compete([plain, *others], rounds, steps, lambda text, m=model: say(f"{m}: {text}"))
+            table.add(model, plain.name, seconds(plain.cpu_s), "", "", seconds(plain.wall_s), "")
+            for c in others:
                 cpu, wall = ratio(c.cpu_s, plain.cpu_s), ratio(c.wall_s, plain.wall_s)
-                goal = f"{GOALS[c.name]:.2f}"
+                goal = f"{GOALS[c.name]:.2f}" if c.name in GOALS else ""
                 table.add(model, c.name, seconds(c.cpu_s), str(cpu), goal, seconds(c.wall_s), str(wall),
                           data={"cpu_ratio": asdict(cpu), "wall_ratio": asdict(wall), "rounds": rounds})  # fmt: skip
     finally:

@@ -16,6 +16,10 @@ Cost = Mapping[str, float] | Callable[[Action], float]
 UNIT: Final[Mapping[str, float]] = MappingProxyType({"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
 """A backward as long as two forwards: each of its two matrix products is as large as the forward's one."""
 
+SMALLEST: Final = 1e-30
+"""Of a time that is not 0: sums and ratios of times between this and ``LARGEST`` are finite."""
+LARGEST: Final = 1e30
+
 
 def price(cost: Cost) -> Callable[[Action], float]:
     """The cost of an action as a function."""
@@ -32,7 +36,7 @@ def read(text: str, key: str) -> tuple[dict[str, float], float]:
         key: what the text is called in messages.
     Returns: the cost of each kind, B being I + W unless given; and of a message between ranks.
     Raises:
-        ConfigError: if a name is none of these, given twice, or its number negative or not finite.
+        ConfigError: if a name is none of these or given twice, or its number is negative, not finite or beyond bounds.
     """
     found: dict[str, float] = {}
     problems = []
@@ -45,8 +49,10 @@ def read(text: str, key: str) -> tuple[dict[str, float], float]:
             problems.append(f"{key}={text} gives {name} twice. Give it once.")
         else:
             found[name] = _number(number)
-            if not 0 <= found[name] < math.inf:
-                problems.append(f"{key}={text} has {entry}. Use a number that is not negative, as {name}=1.")
+            if found[name] != 0 and not SMALLEST <= found[name] <= LARGEST:
+                problems.append(
+                    f"{key}={text} has {entry}. Use 0, or a number from {SMALLEST:g} to {LARGEST:g}, as {name}=1."
+                )
     by_kind = {kind: found.get(kind, UNIT[kind]) for kind in ("F", "I", "W")}
     by_kind["B"] = found.get("B", by_kind["I"] + by_kind["W"])
     if not problems and not all(by_kind[kind] > 0 for kind in ("F", "B", "I")):

@@ -233,7 +233,7 @@ def test_a_model_of_ones_own_is_cut_by_its_costs() -> None:
         ("single --pipeline.stages 3,3", ["counts 2 stages, not the 1 of pp=1"]),
         ("pp2 --pipeline.costs F=1", ["pipeline.costs=F=1 has no effect", "(pipeline.schedule=1f1b)", "schedule=auto"]),
         ("pp2 --pipeline.schedule zb_v --pipeline.memory-limit 6", ["pipeline.memory_limit=6 has no effect", "zb_v"]),
-        ("pp2 --pipeline.schedule auto --pipeline.costs F=x", ["pipeline.costs=F=x", "not negative"]),
+        ("pp2 --pipeline.schedule auto --pipeline.costs F=x", ["pipeline.costs=F=x", "Use 0, or a number from"]),
         ("pp2 --pipeline.schedule auto --pipeline.costs G=1", ["pipeline.costs=G=1", "F, B, I, W, comm"]),
         ("pp2 --pipeline.schedule auto --pipeline.costs F=0", ["pipeline.costs=F=0", "above 0"]),
         (
