@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from ..config.errors import ConfigError
 from ..schedule.plan import check_run, warnings
 from .common import add_recipe, configure, console, file_problems, stop_on, warn
 
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace, given: Mapping[str, str]) -> int:
     try:
         reports = verify.verify(recipe.config, layouts)
     except PoolError as error:
+        if error.kind == ConfigError.__name__:  # what only building the model could tell
+            raise ConfigError(error.said.splitlines()) from None
         print(f"error: {error}", file=sys.stderr)
         return 1
     _print(reports, out)

@@ -37,7 +37,7 @@ def check(
     if run:
         problems += _built(dims)
         problems += _device(config, gpus, local_world or dims.world) if gpus is not None else []
-    problems += _batch(config, dims) + config.model.problems(dims, config.data.sequence_length)
+    problems += batch(config, dims) + config.model.problems(dims, config.data.sequence_length)
     return [*problems, *_schedule(config), *_training(config), *_data(config), *_reports(config, dims)]
 
 
@@ -74,7 +74,8 @@ def _device(config: RunConfig, gpus: int, ranks: int) -> list[str]:
     return []
 
 
-def _batch(config: RunConfig, dims: ParallelDims) -> list[str]:
+def batch(config: RunConfig, dims: ParallelDims) -> list[str]:
+    """Whether every data rank gets as many rows as any other, in equal microbatches."""
     factors = {"ddp": dims.ddp, "fsdp": dims.fsdp, "train.microbatches": config.train.microbatches}
     factors = {name: size for name, size in factors.items() if size > 1}
     return not_multiple("data.batch_size", config.data.batch_size, factors) if factors else []

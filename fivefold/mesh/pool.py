@@ -35,9 +35,11 @@ DIED = "death"
 class PoolError(RuntimeError):
     """A case that failed, hung or killed its worker; the message has rank, case and trace."""
 
-    def __init__(self, message: str, *, rank: int, case: str, kind: str) -> None:
+    def __init__(self, message: str, *, rank: int, case: str, kind: str, said: str = "") -> None:
         super().__init__(message)
         self.rank, self.case, self.kind = rank, case, kind
+        self.said = said
+        """The message of what the case itself raised."""
 
 
 @dataclass
@@ -179,7 +181,7 @@ class Pool:
         lines += [f"rank {r} failed too: {f.kind}: {f.message}" for r, f in failures.items() if r != first]
         if unfinished:
             lines.append(f"Not finished: rank {', '.join(map(str, unfinished))}.")
-        return PoolError("\n".join(lines), rank=first, case=case, kind=failure.kind)
+        return PoolError("\n".join(lines), rank=first, case=case, kind=failure.kind, said=failure.message)
 
     def _late(self, case: str, limit_s: float, unfinished: list[int]) -> PoolError:
         assert self._workers is not None

@@ -11,6 +11,7 @@ from torch import nn
 from ..config import locate
 from ..config.errors import ConfigError
 from ..config.model import ModelConfig
+from ..mesh.parameter import spec_of
 from ..mesh.run import Run
 
 
@@ -28,6 +29,8 @@ def build_parts(run: Run, config: ModelConfig, names: Sequence[str] | None = Non
         ConfigError: if the builder cannot be found, or returns anything but an ordered mapping of names to modules.
     """
     parts = _build(run, config, names, seed)
+    if names is not None and (problems := _shared_elsewhere(run, config, names)):
+        raise ConfigError([f"model.builder={config.builder} {p}" for p in problems])
     if layout_free:
         for name, part in parts.items():
             if any(not p.is_meta for p in part.parameters()):
@@ -37,6 +40,30 @@ def build_parts(run: Run, config: ModelConfig, names: Sequence[str] | None = Non
                         if not p.is_meta:
                             p.copy_(q)
     return parts
+
+
+def _shared_elsewhere(run: Run, config: ModelConfig, names: Sequence[str]) -> list[str]:
+    """Parameters that one of the parts ``names`` shares with another rank's part, as one object but not by ``tie``.
+
+    Each rank would train its own. Found on the whole model without memory; a builder that fails so is trusted.
+    """
+    try:
+        with torch.device("meta"):
+            parts = locate.function(config.builder, "model.builder")(run, config, None)
+            users: dict[int, list[tuple[str, nn.Parameter]]] = {}
+            for name, part in parts.items():
+                for p in part.parameters():
+                    users.setdefault(id(p), []).append((name, p))
+    except Exception:
+        return []
+    found = []
+    for shared in users.values():
+        parts_of = [name for name, _ in shared]
+        if len({name in names for name in parts_of}) == 2 and not spec_of(shared[0][1]).tied:
+            found.append(f"shares one parameter between the parts {' and '.join(map(repr, parts_of))}, which are on "
+                         "different ranks of pp: each would train its own. Declare both with "
+                         "fivefold.mesh.parameter.parameter and mark them with tie, or use pp=1.")  # fmt: skip
+    return found
 
 
 def _build(run: Run, config: ModelConfig, names: Sequence[str] | None, seed: int) -> dict[str, nn.Module]:

@@ -67,6 +67,10 @@ SCHEDULES: Final = MappingProxyType(
 NAMES: Final = tuple(SCHEDULES)
 
 
+LARGEST = 500_000
+"""Forwards of a table: seconds of planning, and many times what large runs have."""
+
+
 def build(
     name: str,
     pp: int,
@@ -88,6 +92,10 @@ def build(
         ConfigError: if there is no such schedule, it does not take that many chunks, or its table cannot run.
     """
     problems = problems_of(name, chunks, key=key, chunks_key=chunks_key)
+    size = pp * microbatches * (chunks or (SCHEDULES[name].chunks if name in SCHEDULES else 1))
+    if not problems and size > LARGEST:
+        problems = [f"A table of pp*chunks*microbatches={size} forwards is too large to plan (pp={pp}, microbatches="
+                    f"{microbatches}). Use at most {LARGEST}."]  # fmt: skip
     if problems:
         raise ConfigError(problems)
     if name not in SCHEDULES:

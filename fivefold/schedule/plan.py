@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..config.check import check, layout
+from ..config.check import batch, check, layout
 from ..config.errors import ConfigError
 from ..config.run import RunConfig
 from . import named
@@ -15,6 +15,9 @@ from .cost import Cost, read
 from .simulate import simulate
 from .split import balanced, cut
 from .table import Table, owners
+
+MEASURED_STEPS = 3
+"""Steps after which the schedule auto, without given costs, has measured them."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +112,16 @@ def problems(config: RunConfig) -> list[str]:
 
 
 def warnings(config: RunConfig) -> list[str]:
-    """What is legal but surely not meant: fewer microbatches than ``pp`` ranks, with the bubble that this leaves."""
-    pp, microbatches = config.dims.pp, config.train.microbatches
-    return named.warnings(plan(config).table, pp, microbatches) if microbatches < pp else []
+    """What is legal but surely not meant: fewer microbatches than ``pp`` ranks, with the bubble that this leaves; or a
+    run that ends before the schedule auto has measured."""
+    pp, microbatches, steps = config.dims.pp, config.train.microbatches, config.train.steps
+    found = named.warnings(plan(config).table, pp, microbatches) if microbatches < pp else []
+    if measures(config) and pp > 1 and steps <= MEASURED_STEPS:
+        found.append(
+            f"train.steps={steps} ends before pipeline.schedule=auto has measured its costs ({MEASURED_STEPS} "
+            f"steps): the run keeps {first_schedule(config)}. Give pipeline.costs or more train.steps."
+        )
+    return found
 
 
 def _plan(config: RunConfig) -> tuple[list[str], Plan | None]:
@@ -124,6 +134,8 @@ def _plan(config: RunConfig) -> tuple[list[str], Plan | None]:
     if costs is not None and n_stages > len(costs) and not bad:  # its table may be too large to make
         bad.append(_too_many(config, n_stages, list(costs)))
     found = [*_idle(config), *wrong, *bad]
+    if config.train.microbatches > config.data.batch_size:  # the table could be endless
+        return [*found, *batch(config, config.dims)], None
     if bad:
         return found, None
     try:
@@ -222,16 +234,17 @@ def _cut_problems(config: RunConfig, n_stages: int, costs: Mapping[str, float] |
         ]
     if n_stages > len(costs):
         return [_too_many(config, n_stages, list(costs))]
-    such = f"such as {_joined(balanced(list(costs.values()), n_stages))}"
+    even = _joined(balanced(list(costs.values()), n_stages))
+    use = f"Use {n_stages} numbers that add up to {len(costs)}, such as {even}" if n_stages > 1 else f"Use {len(costs)}"
     if counts and len(counts) != n_stages:
         return [
             f"pipeline.stages={_joined(counts)} counts {len(counts)} stages, not the {n_stages} of {key}{sizes}. "
-            f"Use {n_stages} numbers that add up to {len(costs)}, {such}, or leave it out."
+            f"{use}, or leave it out."
         ]
     if counts and sum(counts) != len(costs):
         return [
             f"pipeline.stages={_joined(counts)} adds up to {sum(counts)} parts, but the model has {len(costs)} "
-            f"({_listed(list(costs))}). Use {n_stages} numbers that add up to {len(costs)}, {such}, or leave it out."
+            f"({_listed(list(costs))}). {use}, or leave it out."
         ]
     return []
 

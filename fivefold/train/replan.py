@@ -10,11 +10,11 @@ import torch
 from ..mesh import transport
 from ..mesh.collectives import max_values
 from ..mesh.mesh import Mesh
-from ..schedule.plan import measures, replanned
+from ..schedule.plan import MEASURED_STEPS, measures, replanned
 from ..schedule.simulate import simulate
 from .state import TrainState
 
-FIRST, LAST = 2, 3
+FIRST, LAST = 2, MEASURED_STEPS
 """The steps that are measured; the one before warms caches and connections up."""
 KINDS = ("F", "I", "W")
 HOPS = 5

