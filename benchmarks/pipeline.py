@@ -37,6 +37,7 @@ from fivefold.observe.recorder import SpanRecorder
 from fivefold.ops.linear import linear
 from fivefold.schedule.named import build
 from fivefold.schedule.table import owners
+from fivefold.tools.compare import relative_error
 from fivefold.wrap.data import Stage
 from fivefold.wrap.pipeline import Executor
 
@@ -189,7 +190,7 @@ def check_gradients(context: RankContext, name: str) -> float:
     for parameter, expected in want.items():
         found = got[parameter]
         assert found is not None and expected is not None
-        worst = max(worst, float((found.view_as(expected) - expected).abs().max() / expected.abs().max()))
+        worst = max(worst, relative_error(found.view_as(expected), expected))
     assert worst < TOLERANCE, f"gradients differ by {worst:.1e}"
     return worst
 

@@ -133,10 +133,9 @@ def run_case(context: RankContext, case: Case) -> list[Span]:
         context.cache[key].step([None] * case.microbatches)  # the first also tells what activations are like
     executor: Executor = context.cache[key]
     recorder = executor.run.recorder
-    recorder.take_spans()
     sum_values(torch.zeros(()), executor.run.mesh.world)  # all begin together
     executor.step([None] * case.microbatches)
-    return recorder.take_spans()
+    return recorder.step_spans()
 
 
 def _executor(context: RankContext, case: Case) -> Executor:

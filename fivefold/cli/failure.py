@@ -35,6 +35,9 @@ WAITED: Final = re.compile(r"rank \d+ waited .*?(?=: |$)", re.MULTILINE)
 WAITS: Final = re.compile(r"waited|waiting")
 """In what a rank is at: its executor waits for a message."""
 
+UNWRITTEN: Final = 74
+"""Exit status of a rank whose error could not be noted down: an input/output error, as sysexits.h numbers it."""
+
 OTHERS_SHOWN: Final = 8
 """Ranks of which the message says what they were waiting for."""
 
@@ -68,9 +71,13 @@ class Note:
         """Whether another rank's end explains the error."""
         return bool(self.waited or LOST_PEER.search(self.error))
 
-    def write(self, logs: Path, rank: int) -> None:
-        """Leave the note."""
-        note_file(logs, rank).write_text(json.dumps(asdict(self)), encoding="utf-8")
+    def write(self, logs: Path, rank: int) -> bool:
+        """Leave the note; False if the disk takes none."""
+        try:
+            note_file(logs, rank).write_text(json.dumps(asdict(self)), encoding="utf-8")
+        except OSError:
+            return False
+        return True
 
     @classmethod
     def read(cls, logs: Path, rank: int) -> Note | None:
@@ -117,7 +124,7 @@ def first_failure(error: ChildFailedError, world: int, logs: Path) -> RankError:
     if silent and not (reported in notes and TIMED_OUT.search(notes[reported].error)):
         rank = silent[0]
         code = failure.exitcode if rank == reported else None
-        message = f"rank {rank} of {world} {_death(code, _at(logs, rank))}"
+        message = f"rank {rank} of {world} {_death(code, _at(logs, rank), logs)}"
         return RankError(message + _others(rank, world, notes, logs), rank=rank)
     rank = min(notes, key=lambda r: (notes[r].caused, notes[r].time_ns))
     at, said = _at(logs, rank), notes[rank].error
@@ -138,7 +145,9 @@ def _at(logs: Path, rank: int) -> str:
     return f" at {text}" if text else ""
 
 
-def _death(exitcode: int | None, at: str) -> str:
+def _death(exitcode: int | None, at: str, logs: Path) -> str:
+    if exitcode == UNWRITTEN:
+        return f"failed{at} and could not write its error to {logs}. Is the disk full?"
     if exitcode is not None and exitcode >= 0:
         return f"ended with status {exitcode} and no Python error{at}"
     name = signal.Signals(-exitcode).name if exitcode else "a signal"

@@ -19,12 +19,13 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, Final
 
 from ..config.errors import ConfigError
-from .failure import Note, RankError, first_failure, stopped_file
+from .failure import UNWRITTEN, Note, RankError, first_failure, stopped_file
 
 LOST_PEER_PAUSE_S: Final = 1.0
 """How long a rank that lost another stays, so that all can write their notes before the parent stops everybody."""
@@ -143,14 +144,15 @@ def _rank(function: Callable[..., None], args: Sequence[Any], logs: str, forked:
         if isinstance(error, SystemExit) and not error.code:
             return
         note = Note.of(error)
-        note.write(Path(logs), rank)
-        if rank:
-            sys.stderr.write(note.traceback)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        noted = note.write(Path(logs), rank)
+        with suppress(OSError):  # the output's disk may be full too
+            if rank or not noted:
+                sys.stderr.write(note.traceback)
+            sys.stdout.flush()
+            sys.stderr.flush()
         if note.caused:
             time.sleep(LOST_PEER_PAUSE_S)
-        os._exit(note.status)  # no teardown: it could wait for ranks that are gone
+        os._exit(note.status if noted else UNWRITTEN)  # no teardown: it could wait for ranks that are gone
 
 
 def _redirect(path: Path) -> None:

@@ -22,7 +22,6 @@ JOINS: tuple[tuple[str, ...], ...] = (
     ("fsdp", "cp", "tp"),
     ("ddp", "fsdp", "cp"),
     ("ddp", "fsdp", "cp", "tp"),
-    ("pp", "ddp", "fsdp"),
     ("pp", "ddp", "fsdp", "cp"),
     ("pp", "fsdp", "cp", "tp"),
     ("pp", "ddp", "fsdp", "cp", "tp"),

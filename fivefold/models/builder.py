@@ -28,9 +28,9 @@ def build_parts(run: Run, config: ModelConfig, names: Sequence[str] | None = Non
     Raises:
         ConfigError: if the builder cannot be found, or returns anything but an ordered mapping of names to modules.
     """
-    parts = _build(run, config, names, seed)
-    if names is not None and (problems := _shared_elsewhere(run, config, names)):
+    if names is not None and (problems := _misfits(run, config, names)):
         raise ConfigError([f"model.builder={config.builder} {p}" for p in problems])
+    parts = _build(run, config, names, seed)
     if layout_free:
         for name, part in parts.items():
             if any(not p.is_meta for p in part.parameters()):
@@ -42,20 +42,24 @@ def build_parts(run: Run, config: ModelConfig, names: Sequence[str] | None = Non
     return parts
 
 
-def _shared_elsewhere(run: Run, config: ModelConfig, names: Sequence[str]) -> list[str]:
-    """Parameters that one of the parts ``names`` shares with another rank's part, as one object but not by ``tie``.
+def _misfits(run: Run, config: ModelConfig, names: Sequence[str]) -> list[str]:
+    """Why the parts ``names`` cannot be built apart from the others.
 
-    Each rank would train its own. Found on the whole model without memory; a builder that fails so is trusted.
+    Found on the whole model without memory; a builder that fails so is trusted.
     """
     try:
         with torch.device("meta"):
-            parts = locate.function(config.builder, "model.builder")(run, config, None)
+            parts = dict(locate.function(config.builder, "model.builder")(run, config, None))
             users: dict[int, list[tuple[str, nn.Parameter]]] = {}
             for name, part in parts.items():
                 for p in part.parameters():
                     users.setdefault(id(p), []).append((name, p))
     except Exception:
         return []
+    declared = config.part_costs(1)
+    if declared is not None and list(parts) != list(declared):
+        return [f"returns the parts {', '.join(parts)}, but {type(config).__name__}.part_costs names "
+                f"{', '.join(declared)}. Name the same parts in the same order."]  # fmt: skip
     found = []
     for shared in users.values():
         parts_of = [name for name, _ in shared]

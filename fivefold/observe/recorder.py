@@ -108,10 +108,6 @@ class Recorder:
         """The spans since the newest of kind ``step`` began; they stay. On a GPU this waits for the work queued."""
         return []
 
-    def take_spans(self) -> list[Span]:
-        """The same spans, which are then forgotten."""
-        return []
-
 
 NULL = Recorder()
 """The recorder that reports nothing. It has no state."""
@@ -128,9 +124,6 @@ class SpanRecorder(Recorder):
 
     def step_spans(self) -> list[Span]:
         return self.spans.read()
-
-    def take_spans(self) -> list[Span]:
-        return self.spans.take()
 
 
 @dataclass

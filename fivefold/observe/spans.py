@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 KEEP = 100_000
-"""Spans kept when nobody takes them and no step begins: a few tens of megabytes."""
+"""Spans kept while no step begins: a few tens of megabytes."""
 
 
 class Span(NamedTuple):
@@ -94,9 +94,9 @@ class EventClock:
 
 
 class Spans:
-    """The spans of one rank since they were last taken, or since its last step began.
+    """The spans of one rank since its last step began.
 
-    A span of kind ``step`` begins a new record: what nobody took of the steps before is forgotten.
+    A span of kind ``step`` begins a new record: those of the steps before are forgotten.
 
     Args:
         clock: what times them.
@@ -119,12 +119,6 @@ class Spans:
         seconds = self.clock.seconds([mark for *_, begin, end in self._ended for mark in (begin, end)])
         pairs = zip(seconds[::2], seconds[1::2], strict=True)
         return [Span(*ended[:3], *pair) for ended, pair in zip(self._ended, pairs, strict=True)]
-
-    def take(self) -> list[Span]:
-        """All spans in the order they ended, which are then forgotten."""
-        found = self.read()
-        self.forget()
-        return found
 
     def forget(self) -> None:
         """Drop all spans."""

@@ -48,17 +48,15 @@ def busy_and_makespan(spans: Sequence[Span]) -> tuple[float, float]:
     return busy, max(action.end for action in actions) - begin_of(spans)
 
 
-def achieved_bubble(ranks: Iterable[Sequence[Span]]) -> float:
-    """The share of the longest rank's makespan in which the busiest rank did not work.
+def achieved_bubble(busy_s: float, makespan_s: float) -> float:
+    """The share of the longest rank's makespan in which the busiest rank did not work; 0 if nothing ran.
 
     Each makespan is measured on its rank's own clock, so hosts need not agree on the time.
 
     Args:
-        ranks: the spans of one step by rank.
+        busy_s, makespan_s: the largest that :func:`busy_and_makespan` finds on any rank.
     """
-    measured = [busy_and_makespan(spans) for spans in ranks]
-    makespan = max((makespan for _, makespan in measured), default=0.0)
-    return 1 - max(busy for busy, _ in measured) / makespan if makespan else 0.0
+    return 1 - busy_s / makespan_s if makespan_s else 0.0
 
 
 def to_rows(spans: Sequence[Span]) -> list[list[float]]:

@@ -27,6 +27,19 @@ class Placed(NamedTuple):
     span: float
 
 
+class Task(NamedTuple):
+    """What a table is to be made for, with the stages placed; see :func:`auto`."""
+
+    placement: Placement
+    pp: int
+    microbatches: int
+    chunks: int
+    cost: Callable[[Action], float]
+    comm: float
+    limit: float
+    weight_memory: float
+
+
 def auto(
     pp: int,
     microbatches: int,
@@ -70,7 +83,7 @@ def auto(
     places: tuple[Placement, ...] = (placement,) if placement else ("loop", "v") if chunks == 2 else ("loop",)
     best: Placed | None = None
     for place in places:
-        for found in _candidates(place, pp, microbatches, chunks, price(cost), comm, limit, weight_memory):
+        for found in _candidates(Task(place, pp, microbatches, chunks, price(cost), comm, limit, weight_memory)):
             if best is None or getattr(found, objective) < getattr(best, objective) * (1 - EPSILON):
                 best = found
     assert best is not None, "one microbatch at a time fits every limit that is not refused"
@@ -141,35 +154,28 @@ def place_weights(
     return Placed(table, max(clock) - min(first), max(last - begin for last, begin in zip(clock, first)))
 
 
-def _candidates(
-    placement: Placement,
-    pp: int,
-    microbatches: int,
-    chunks: int,
-    cost: Callable[[Action], float],
-    comm: float,
-    limit: float,
-    weight_memory: float,
-) -> Iterator[Placed]:
+def _candidates(task: Task) -> Iterator[Placed]:
     """The named tables that fit the limit, and every skeleton with W placed in every way."""
-    named = list(_named(placement, pp, microbatches, chunks))
+    named = list(_named(task))
     for table in named:
-        timeline = simulate(table, cost, comm, weight_memory)
-        if max(timeline.peak) <= limit + EPSILON:
+        timeline = simulate(table, task.cost, task.comm, task.weight_memory)
+        if max(timeline.peak) <= task.limit + EPSILON:
             yield Placed(table, timeline.makespan, timeline.span)
     skeletons = [_halves(table) for table in named]
-    skeletons += _skeletons(placement, pp, microbatches, chunks, cost, comm, limit)
+    skeletons += _skeletons(task)
     fills: tuple[Fill, ...] = ("behind", "always", "never")
-    for skeleton in _distinct(s for s in skeletons if _live(s) <= limit + EPSILON):
+    for skeleton in _distinct(s for s in skeletons if _live(s) <= task.limit + EPSILON):
         steps, waits = play(skeleton)
         for fill in () if waits else fills:
-            found = place_weights(skeleton, steps, cost, comm=comm, limit=limit, weight_memory=weight_memory, fill=fill)
+            found = place_weights(skeleton, steps, task.cost, comm=task.comm, limit=task.limit,
+                                  weight_memory=task.weight_memory, fill=fill)  # fmt: skip
             if found is not None:
                 yield found
 
 
-def _named(placement: Placement, pp: int, microbatches: int, chunks: int) -> Iterator[Table]:
-    if placement == "v":
+def _named(task: Task) -> Iterator[Table]:
+    pp, microbatches, chunks = task.pp, task.microbatches, task.chunks
+    if task.placement == "v":
         yield from (streams.zb_v(pp, microbatches), streams.dualpipe_v(pp, microbatches))
         return
     if chunks == 1:  # the interleaved and looped ones are then among these
@@ -199,29 +205,22 @@ def _distinct(tables: Iterable[Table]) -> list[Table]:
     return found
 
 
-def _skeletons(
-    placement: Placement,
-    pp: int,
-    microbatches: int,
-    chunks: int,
-    cost: Callable[[Action], float],
-    comm: float,
-    limit: float,
-) -> Iterator[Table]:
+def _skeletons(task: Task) -> Iterator[Table]:
     """Orders of F and I that fit the limit: rounds of some size through all chunks, with some warm-up.
 
     A warm-up that reaches the first I keeps its rank busy until then; under the limit it is cut. The paper's warm-ups
     decrease from rank to rank; with cut ones that is a variant, not a rule.
     """
-    for size in _round_sizes(pp, microbatches, chunks, limit):
-        room = max(0, floor(limit + EPSILON) - (chunks - 1) * size - 1)
+    pp, microbatches, chunks = task.pp, task.microbatches, task.chunks
+    for size in _round_sizes(task):
+        room = max(0, floor(task.limit + EPSILON) - (chunks - 1) * size - 1)
         for more, falling in product((0, 1), (False, True)):
-            hops = [min(n + more * (n > 0), room) for n in _hops(pp, microbatches, chunks, cost, comm)]
+            hops = [min(n + more * (n > 0), room) for n in _hops(task)]
             for rank in range(1, pp) if falling else ():
                 hops[rank] = min(hops[rank], max(hops[rank - 1] - 1, pp - 1 - rank))
             table = []
             for rank in range(pp):
-                stages = [rank, 2 * pp - 1 - rank] if placement == "v" else list(range(rank, chunks * pp, pp))
+                stages = [rank, 2 * pp - 1 - rank] if task.placement == "v" else list(range(rank, chunks * pp, pp))
                 groups = [range(m, min(m + size, microbatches)) for m in range(0, microbatches, size)]
                 forwards = [(stage, m) for group in groups for stage in stages for m in group]
                 backwards = [(stage, m) for group in groups for stage in reversed(stages) for m in group]
@@ -230,22 +229,22 @@ def _skeletons(
             yield table
 
 
-def _round_sizes(pp: int, microbatches: int, chunks: int, limit: float) -> list[int]:
+def _round_sizes(task: Task) -> list[int]:
     """Round sizes worth trying, each one that leaves room under the limit for at least one forward beside a round."""
-    if chunks == 1:
-        return [pp]
-    most = max(1, floor((limit + EPSILON - 1) / (chunks - 1)))
-    sizes = {pp, len(streams.rounds(microbatches, pp)[0]), pp // 2, most, 1}
+    if task.chunks == 1:
+        return [task.pp]
+    most = max(1, floor((task.limit + EPSILON - 1) / (task.chunks - 1)))
+    sizes = {task.pp, len(streams.rounds(task.microbatches, task.pp)[0]), task.pp // 2, most, 1}
     return sorted({size for size in sizes if 1 <= size <= most} | {1}, reverse=True)
 
 
-def _hops(pp: int, microbatches: int, chunks: int, cost: Callable[[Action], float], comm: float) -> list[int]:
+def _hops(task: Task) -> list[int]:
     """Forwards that fit, on each rank, between its first last-chunk forward and that one's I."""
     found = []
-    base = (chunks - 1) * pp
-    for rank in range(pp):
-        beyond = range(base + rank + 1, base + pp)
-        time = sum(cost(Action("F", s, 0)) + cost(Action("I", s, 0)) + 2 * comm for s in beyond)
+    base, cost, most = (task.chunks - 1) * task.pp, task.cost, task.microbatches
+    for rank in range(task.pp):
+        beyond = range(base + rank + 1, base + task.pp)
+        time = sum(cost(Action("F", s, 0)) + cost(Action("I", s, 0)) + 2 * task.comm for s in beyond)
         forward = cost(Action("F", base + rank, 0))
-        found.append(min(microbatches, floor(time / forward + EPSILON)) if forward else microbatches)
+        found.append(min(most, floor(time / forward + EPSILON)) if forward else most)
     return found

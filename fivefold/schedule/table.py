@@ -50,14 +50,6 @@ class Wait(NamedTuple):
         return f"rank {self.rank} waits at {self.action} for {', '.join(map(str, self.lacks))}"
 
 
-def accumulate(microbatches: int) -> Table:
-    """Gradient accumulation as the schedule of one stage: each microbatch forward, then backward.
-
-    What a pipeline of one rank runs: at most one microbatch's activations are alive.
-    """
-    return [[Action(kind, 0, m) for m in range(microbatches) for kind in ("F", "B")]]
-
-
 def owners(table: Table) -> list[int]:
     """The ``pp`` rank of each stage, read off the table, so that a placement is never written twice.
 

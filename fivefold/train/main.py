@@ -20,7 +20,7 @@ from ..observe.progress import Progress, progress_file
 from ..observe.recorder import SpanRecorder
 from ..observe.spans import EventClock, Spans
 from ..recipes import save
-from ..schedule.plan import plan
+from ..schedule.plan import Plan, plan
 from .batch import Batches
 from .evaluate import Evaluation, evaluate
 from .replan import Replanner
@@ -45,15 +45,16 @@ def run(config: RunConfig, recipe: str, run_dir: str) -> None:
     if config.train.deterministic:
         make_deterministic()
     process = join(config.comm, device)
+    pipeline = plan(config)
     mesh = Mesh(config.dims, process.rank, device=process.device, recorder=_recorder(config, process.device),
-                timeout_s=config.comm.init_timeout_s, ends=plan(config).ends)  # fmt: skip
+                timeout_s=config.comm.init_timeout_s, ends=pipeline.ends)  # fmt: skip
     folder = Path(gather_text(run_dir, mesh.world, mesh.device)[0])
     if process.rank == 0:  # after all have joined: a later rank would take its own folder for that of another run
         folder.mkdir(parents=True, exist_ok=True)
         save(folder / "config.json", recipe, config)
     progress = Progress(progress_file(folder / "logs", process.rank) if process.world > 1 else None)
     with oom_snapshot(folder / "profile" / f"out-of-memory-rank{process.rank}.pickle"):
-        _train(config, mesh, folder, progress)
+        _train(config, mesh, folder, progress, pipeline)
     progress.close()
     leave(process, config.comm.shutdown_timeout_s)
 
@@ -65,12 +66,12 @@ def _recorder(config: RunConfig, device: torch.device) -> SpanRecorder:
     return RangeRecorder(spans=spans) if config.profile.every else SpanRecorder(spans=spans)
 
 
-def _train(config: RunConfig, mesh: Mesh, folder: Path, progress: Progress) -> None:
+def _train(config: RunConfig, mesh: Mesh, folder: Path, progress: Progress, pipeline: Plan) -> None:
     profiler = Profiler(folder / "profile", config.profile.every, config.profile.ranks, mesh.rank,
                         memory=config.profile.memory, device=mesh.device,
                         recorder=mesh.recorder if isinstance(mesh.recorder, RangeRecorder) else None)  # fmt: skip
     progress.at("building the model")
-    state = build_state(config, mesh, progress=progress)
+    state = build_state(config, mesh, progress=progress, pipeline=pipeline)
     source = open_source(config)
     batches = Batches(source.training, config, mesh)
     with Console(config.train.steps, enabled=mesh.rank == 0) as console:

@@ -18,8 +18,8 @@ from ..observe.memory import MemoryWatch
 from ..observe.metrics import JsonlReporter, Reporter, Reporters, WandbReporter
 from ..observe.spans import Span
 from ..observe.tensorboard import TensorBoardReporter
-from ..observe.timeline import busy_and_makespan, from_rows, to_rows, write_trace
-from ..schedule.plan import plan, schedule_name
+from ..observe.timeline import achieved_bubble, busy_and_makespan, from_rows, to_rows, write_trace
+from ..schedule.plan import Plan, schedule_name
 from ..schedule.simulate import simulate
 from .evaluate import Evaluation
 from .state import TrainState, precision
@@ -53,7 +53,7 @@ class Reporting:
             "dtypes": ", ".join(f"{use} {_short(getattr(dtypes, use))}" for use in ("compute", "master", "reduce")),
             "batch": f"{config.data.batch_size} x {config.data.sequence_length} tokens a step, "
                      f"{config.train.microbatches} microbatches a data rank, {config.train.steps} steps",
-            **_pipeline(config),
+            **_schedule(config, state.pipeline),
             "run folder": str(folder),
         })  # fmt: skip
 
@@ -100,8 +100,8 @@ class Reporting:
             "largest_rank_loss": stats.largest_rank_loss.item(),
             **dict(zip(self._memory.values(), memory, strict=True)),
         }
-        if self._mesh.pp.size > 1 and makespan_s:
-            values["bubble"] = 1 - busy_s / makespan_s
+        if self._mesh.pp.size > 1:
+            values["bubble"] = achieved_bubble(busy_s, makespan_s)
         if stats.load.counts:
             values |= {"expert_load": stats.load.imbalance(), "balance_loss": stats.load.balance_loss.item(),
                        "z_loss": stats.load.z_loss.item()}  # fmt: skip
@@ -160,9 +160,8 @@ def parameter_norms(state: TrainState) -> dict[str, object]:
     }
 
 
-def _pipeline(config: RunConfig) -> dict[str, str]:
+def _schedule(config: RunConfig, pipeline: Plan) -> dict[str, str]:
     """The schedule and its bubble, where there is more than one stage."""
-    pipeline = plan(config)
     if len(pipeline.owners) == 1:
         return {}
     bubble = simulate(pipeline.table).bubble

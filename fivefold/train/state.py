@@ -37,6 +37,8 @@ class TrainState:
     config: RunConfig
     mesh: Mesh
     run: Run
+    pipeline: Plan
+    """As the run starts: the schedule auto may change the executor's table."""
     stages: dict[int, Stage]
     executor: Executor
     shards: list[Shard]
@@ -67,17 +69,18 @@ def precision(train: TrainConfig, device: torch.device) -> Precision:
 
 
 def build_state(config: RunConfig, mesh: Mesh, watch: Watch | None = None,
-                progress: Progress | None = None) -> TrainState:  # fmt: skip
+                progress: Progress | None = None, pipeline: Plan | None = None) -> TrainState:  # fmt: skip
     """Build this rank's parts of the model, give them storage and initial values, and wrap them.
 
     Args:
         watch: is shown every part's output; see :class:`~fivefold.wrap.data.Stage`.
         progress: where the rank says what it is at.
+        pipeline: the plan of ``config``, where it is made already.
 
     Raises:
         ConfigError: if the model ties parameters of stages that are neither the first nor the last.
     """
-    pipeline = plan(config)
+    pipeline = pipeline or plan(config)
     run = Run(mesh, progress=progress or Progress())
     parts = build_parts(run, config.model, pipeline.names(mesh.pp.rank), config.train.seed,
                         layout_free=config.model.part_costs(config.data.sequence_length) is not None)  # fmt: skip
@@ -86,7 +89,7 @@ def build_state(config: RunConfig, mesh: Mesh, watch: Watch | None = None,
     stages = _stages(pipeline, parts, entries, run, config, watch)
     experts = _experts(parts)
     shards = [s for stage in stages.values() for s in stage.shards]
-    return TrainState(config, mesh, run, stages, Executor(pipeline.table, stages, run), shards,
+    return TrainState(config, mesh, run, pipeline, stages, Executor(pipeline.table, stages, run), shards,
                       build_optimizer(shards, config.optim), experts, layers, shapes)  # fmt: skip
 
 

@@ -140,6 +140,16 @@ def test_a_rank_that_leaves_without_a_word_is_named(tmp_path):
     assert "Connection" not in err
 
 
+def test_a_rank_that_cannot_write_its_error_is_named(tmp_path):
+    status, _, err = finish(start("full", tmp_path), tmp_path)
+    assert status == 1
+    assert err.endswith(
+        f"rank 1 of {WORLD} failed and could not write its error to {tmp_path}/logs. Is the disk full?\n"
+    )
+    assert "ValueError: the first mistake" in (tmp_path / "logs" / "rank1.txt").read_text()
+    assert alive(tmp_path) == []
+
+
 def test_a_rank_says_its_status(tmp_path):
     status, _, err = finish(start("status", tmp_path), tmp_path)
     assert status == 5

@@ -137,3 +137,22 @@ def test_a_parameter_shared_with_another_ranks_part_is_refused(tmp_path):
         build_names("tied", names)
     for names in (None, ["b"], ["a", "b", "c"]):
         build_names("parts", names)
+
+
+def test_parts_that_the_costs_do_not_name_are_refused(tmp_path):
+    (tmp_path / "drawn.py").write_text(DRAWN)
+
+    class Named(ModelConfig):
+        names: str = "abc"
+
+        def part_costs(self, sequence_length):
+            return dict.fromkeys(self.names, 1.0)
+
+    def build_first(names):
+        config = Named(builder=f"{tmp_path}/drawn.py:parts", vocab_size=5, names=names)
+        return build_parts(single(), config, [names[0]], layout_free=True)
+
+    assert list(build_first("abc")) == ["a"]
+    for wrong in ("bac", "abcd", "ab"):
+        with pytest.raises(ConfigError, match=rf"the parts a, b, c, but Named\.part_costs names {', '.join(wrong)}\."):
+            build_first(wrong)

@@ -18,11 +18,11 @@ from fivefold.observe.spans import EventClock, Span, Spans
 def test_the_null_recorder_times_nothing() -> None:
     with NULL.span("F", 0, 1):
         pass
-    assert NULL.take_spans() == [] and NULL.span("F", 0, 1) is NULL.span("B", 1, 2)
+    assert NULL.step_spans() == [] and NULL.span("F", 0, 1) is NULL.span("B", 1, 2)
 
 
 @pytest.mark.parametrize("kind", [SpanRecorder, FlightRecorder, RangeRecorder])
-def test_spans_are_taken_in_the_order_they_ended(kind: type[SpanRecorder]) -> None:
+def test_spans_are_read_in_the_order_they_ended(kind: type[SpanRecorder]) -> None:
     recorder: Recorder = kind()
     before = time.perf_counter()
     with recorder.span("step", -1, -1):
@@ -31,12 +31,11 @@ def test_spans_are_taken_in_the_order_they_ended(kind: type[SpanRecorder]) -> No
         with recorder.span("wait", 1, 2):
             pass
     after = time.perf_counter()
-    forward, wait, step = recorder.take_spans()
+    forward, wait, step = recorder.step_spans()
     assert [s[:3] for s in (forward, wait, step)] == [("F", 1, 2), ("wait", 1, 2), ("step", -1, -1)]
     assert before <= step.begin <= forward.begin <= forward.end - 0.002
     assert forward.end <= wait.begin <= wait.end <= step.end <= after
     assert forward.name == "F1.2"
-    assert recorder.take_spans() == []
 
 
 def test_reading_forgets_nothing() -> None:
@@ -44,15 +43,14 @@ def test_reading_forgets_nothing() -> None:
     with recorder.span("F", 0, 0):
         pass
     seen = recorder.step_spans()
-    assert [s.name for s in seen] == ["F0.0"] and recorder.step_spans() == seen == recorder.take_spans()
-    assert NULL.step_spans() == recorder.step_spans() == []
+    assert [s.name for s in seen] == ["F0.0"] and recorder.step_spans() == seen
 
 
 def test_a_block_that_fails_is_timed_too() -> None:
     recorder = SpanRecorder()
     with pytest.raises(ArithmeticError), recorder.span("B", 0, 0):
         raise ArithmeticError
-    assert [s.name for s in recorder.take_spans()] == ["B0.0"]
+    assert [s.name for s in recorder.step_spans()] == ["B0.0"]
 
 
 def test_a_step_forgets_the_steps_before() -> None:
@@ -60,7 +58,7 @@ def test_a_step_forgets_the_steps_before() -> None:
     for microbatch in range(3):
         with recorder.span("step", -1, -1), recorder.span("F", 0, microbatch):
             pass
-    assert [s[:3] for s in recorder.take_spans()] == [("F", 0, 2), ("step", -1, -1)]
+    assert [s[:3] for s in recorder.step_spans()] == [("F", 0, 2), ("step", -1, -1)]
 
 
 def test_clear_forgets_spans() -> None:
@@ -68,7 +66,7 @@ def test_clear_forgets_spans() -> None:
     with recorder.span("F", 0, 0):
         pass
     recorder.clear()
-    assert recorder.take_spans() == []
+    assert recorder.step_spans() == []
 
 
 class FakeEvent:
@@ -109,7 +107,7 @@ def test_events_become_times_of_the_host(spans: Spans) -> None:
     ran(spans, 3.0)
     FakeEvent.device_s += 1.0
     ran(spans, 2.0, "B")
-    forward, backward = spans.take()
+    forward, backward = spans.read()
     now = time.perf_counter()
     assert backward.end == pytest.approx(now, abs=0.1)
     assert forward.end - forward.begin == pytest.approx(3.0)
@@ -119,9 +117,9 @@ def test_events_become_times_of_the_host(spans: Spans) -> None:
 
 def test_events_are_used_again(spans: Spans) -> None:
     for _ in range(5):
-        ran(spans, 1.0)
-        ran(spans, 1.0)
-        assert len(spans.take()) == 2
+        with spans.open("step", -1, -1):
+            ran(spans, 1.0)
+        assert len(spans.read()) == 2
     assert FakeEvent.made == 5  # two a span, and the anchor
     for _ in range(5):  # steps that nobody asks about
         with spans.open("step", -1, -1):
@@ -133,7 +131,7 @@ def test_the_oldest_fall_out_and_give_their_events_back(spans: Spans) -> None:
     for microbatch in range(50):
         ran(spans, 1.0, microbatch=microbatch)
     assert FakeEvent.made == 4 * 2 + 2
-    assert [s.microbatch for s in spans.take()] == [46, 47, 48, 49]
+    assert [s.microbatch for s in spans.read()] == [46, 47, 48, 49]
 
 
 def test_a_span_costs_next_to_nothing() -> None:
@@ -163,7 +161,7 @@ def test_on_a_gpu() -> None:
             with recorder.span("F", 0, microbatch):
                 torch.cuda._sleep(cycles)
     queued_s = time.perf_counter() - queued
-    *forwards, step = recorder.take_spans()
+    *forwards, step = recorder.step_spans()
     now = time.perf_counter()
     assert queued_s < kernel_s  # the host did not wait
     assert [s.end - s.begin for s in forwards] == pytest.approx([kernel_s] * 4, rel=0.2)

@@ -35,15 +35,20 @@ def one_f_one_b(shift: tuple[float, float] = (0.0, 0.0)) -> list[list[Span]]:
     return [[Span(kind, s, m, b + by, e + by) for kind, s, m, b, e in rank] for rank, by in zip(rows, shift)]
 
 
+def bubble(ranks: list[list[Span]]) -> float:
+    """As a run reports it: each of the two numbers the largest of any rank."""
+    return achieved_bubble(*map(max, zip(*map(busy_and_makespan, ranks))))
+
+
 def test_bubble_by_hand() -> None:
     zero, one = one_f_one_b()
     assert busy_and_makespan(zero) == (6, 9)
     assert busy_and_makespan(one) == (6, 7)
-    assert achieved_bubble([zero, one]) == pytest.approx(1 - 6 / 9)
+    assert bubble([zero, one]) == pytest.approx(1 - 6 / 9)
 
 
 def test_clocks_of_hosts_need_not_agree() -> None:
-    assert achieved_bubble(one_f_one_b((1000.0, -50.0))) == pytest.approx(1 - 6 / 9)
+    assert bubble(one_f_one_b((1000.0, -50.0))) == pytest.approx(1 - 6 / 9)
 
 
 def test_an_idle_start_counts_from_the_steps_begin() -> None:
@@ -60,7 +65,7 @@ def test_what_an_action_waits_for_inside_is_not_work() -> None:
 def test_nothing_ran() -> None:
     assert busy_and_makespan([]) == (0, 0)
     assert busy_and_makespan([Span("wait", 0, 0, 0, 1)]) == (0, 0)
-    assert achieved_bubble([]) == achieved_bubble([[], []]) == 0
+    assert bubble([[], []]) == 0
 
 
 def test_spans_cross_ranks_as_numbers() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from fivefold.schedule.messages import Message, Receive, Send, lower, messages
 from fivefold.schedule.named import NAMES, SCHEDULES, build
-from fivefold.schedule.table import Action, Table, accumulate, owners
+from fivefold.schedule.table import Action, Table, owners
 from tests.schedule.machine import CHANNELS, DEADLOCK, OK, SWAP, Program, Wait, naive, play
 
 STRICTEST = "a queue for each rank"
@@ -105,7 +105,7 @@ def test_messages_go_between_ranks_only_and_in_the_order_of_their_producers() ->
     # F0.0 ends at 1, F0.1 at 2, B1.0 at 4, B1.1 at 7
     expected = [Message(f[0], f[2], 0, 1), Message(f[1], f[3], 0, 1), Message(b[2], b[0], 1, 0)]
     assert messages([first, second]) == [*expected, Message(b[3], b[1], 1, 0)]
-    assert messages(accumulate(3)) == []
+    assert messages(build("1f1b", 1, 3)) == []
     assert str(expected[0]) == "F0.0 -> F1.0 (rank 0 to 1)"
 
 

@@ -8,7 +8,8 @@ from fivefold.config.errors import ConfigError
 from fivefold.schedule.cost import UNIT, price, read
 from fivefold.schedule.named import build
 from fivefold.schedule.simulate import simulate
-from fivefold.schedule.table import Action, accumulate
+from fivefold.schedule.streams import one_f_one_b
+from fivefold.schedule.table import Action
 from tests.schedule.test_check import table
 
 
@@ -59,7 +60,7 @@ def test_costs_by_action() -> None:
     timeline = simulate(build("gpipe", 2, 3), slow_last)
     assert timeline.busy == 18
     assert timeline.makespan == 1 + 18 + 2
-    assert simulate(accumulate(4), lambda action: 0.0).bubble == 0
+    assert simulate(one_f_one_b(1, 4), lambda action: 0.0).bubble == 0
 
 
 def test_a_deadlock_names_what_each_rank_waits_for() -> None:

@@ -16,7 +16,6 @@ from fivefold.mesh.mesh import Mesh
 from fivefold.mesh.pool import Pool
 from fivefold.observe.console import Console
 from fivefold.observe.recorder import SpanRecorder
-from fivefold.observe.timeline import achieved_bubble
 from fivefold.train import report
 from fivefold.train.evaluate import Evaluation
 from fivefold.train.report import Reporting, parameter_norms
@@ -177,5 +176,4 @@ def test_spans_of_all_pipeline_ranks(pool: Callable[[int], Pool]) -> None:
         assert [len(spans) for spans in ranks] == [1, 2, 3, 4]
         assert [span.name for span in ranks[2]] == ["F2.0", "F2.1", "F2.2"]
         assert [(span.begin, span.end) for span in ranks[2]] == [(0, 3), (1, 4), (2, 5)]
-        assert achieved_bubble(ranks) == pytest.approx(1 - 4 * 4 / 7)
     assert pool(2).run(spans.gathered, "fsdp2")[1] == [[spans.of(0, 0)]]

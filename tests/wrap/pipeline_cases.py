@@ -294,9 +294,8 @@ def spans(context: RankContext, layout: str, name: str, n: int, sleep_s: float) 
 
     executor = hand_made(mesh, build(name, mesh.pp.size, n), sleep)
     executor.step(microbatches(n))
-    recorder.take_spans()
     executor.step(microbatches(n))
-    return mesh.pp.rank, [tuple(s) for s in recorder.take_spans()]
+    return mesh.pp.rank, [tuple(s) for s in recorder.step_spans()]
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------

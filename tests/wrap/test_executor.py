@@ -14,7 +14,8 @@ from fivefold.mesh.run import Run
 from fivefold.observe.recorder import FlightRecorder
 from fivefold.ops.linear import WeightGradQueue
 from fivefold.schedule.named import build
-from fivefold.schedule.table import Action, Table, accumulate
+from fivefold.schedule.streams import one_f_one_b
+from fivefold.schedule.table import Action, Table
 from fivefold.wrap.data import Stage
 from fivefold.wrap.pipeline import Executor, forwards
 
@@ -67,7 +68,7 @@ def executor(table: Table) -> tuple[Executor, list[Probe]]:
 
 
 def test_a_step_in_order() -> None:
-    run, (probe,) = executor(accumulate(2))
+    run, (probe,) = executor(one_f_one_b(1, 2))
     loss = run.step([3.0, 5.0])
     assert loss.item() == 16.0 and not loss.requires_grad
     assert probe.w.grad is not None and probe.w.grad.item() == 8.0
@@ -132,15 +133,15 @@ def test_the_table_of_an_evaluation_goes_stage_by_stage() -> None:
 def test_losses_add_up_in_float64_whatever_their_dtype() -> None:
     """The same on every rank of a pipeline, also on those that see no loss."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        run, (probe,) = executor(accumulate(2))
+        run, (probe,) = executor(one_f_one_b(1, 2))
         probe.w = cast(Any, torch.tensor(1.0, dtype=dtype, requires_grad=True))
         loss = run.step([1.0, 2.0**-8])
         assert loss.dtype == torch.float64 and loss.item() == 1.0 + 2.0**-8
-    run, _ = executor(accumulate(1))
+    run, _ = executor(one_f_one_b(1, 1))
     assert run.evaluate([]).dtype == torch.float64
 
 
 def test_messages_tell_their_largest_activation() -> None:
-    run, _ = executor(accumulate(1))
+    run, _ = executor(one_f_one_b(1, 1))
     run.step([1.0])
     assert run.message_bytes() == 0  # nothing leaves the only rank
