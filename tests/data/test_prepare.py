@@ -218,7 +218,7 @@ prepare(Request(**{options!r}), Console(quiet=True))
 def test_a_stopped_run_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, signals: list[signal.Signals]
 ) -> None:
-    source = write_jsonl(tmp_path / "x.jsonl", texts(300) * 4)
+    source = write_jsonl(tmp_path / "x.jsonl", texts(300) * 8)
     request = request_for(source, tmp_path / "out", tokenizer_bytes=10_000, workers=workers)
     options = {"sources": (source,), "out": request.out, "vocab_size": 300, "workers": workers, "shard_bytes": 2000}
     options |= {"heldout": 0.2, "tokenizer_bytes": 10_000}
