@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from ..config import counts, fields
+from ..config import context, counts, fields
 from ..config.model import DecoderConfig
 from ..config.run import RunConfig
 from ..schedule.plan import Plan, check_run, first_schedule, plan, schedule_name
@@ -48,6 +48,9 @@ def run(args: argparse.Namespace, given: Mapping[str, str]) -> int:
     pipeline = _pipeline(config, made)
     if len(made.owners) > 1:
         _print_pipeline(pipeline, out)
+    methods = _context(config)
+    if methods:
+        _print_context(config, methods, out)
     places = footprint(config)
     _print_ranks(config, places, out)
     if args.json:
@@ -56,6 +59,7 @@ def run(args: argparse.Namespace, given: Mapping[str, str]) -> int:
             "config": config.model_dump(mode="json"),
             **sizes,
             "pipeline": pipeline,
+            "context": methods,
             "ranks": [asdict(place) for place in places],
         }
         Path(args.json).write_text(json.dumps(shown, indent=2) + "\n", encoding="utf-8")
@@ -150,6 +154,32 @@ def _in_short(names: Sequence[str]) -> str:
         else:
             runs.append([name])
     return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1].rpartition('.')[2]}" for run in runs)
+
+
+def _context(config: RunConfig) -> list[dict[str, Any]]:
+    """What each method of context parallelism would cost, as it is written to a file; empty without ``cp``."""
+    if config.dims.cp == 1 or not isinstance(config.model, DecoderConfig):
+        return []
+    rates = config.context.link_gb_per_s * 1e9, config.context.tflops * 1e12
+    return [
+        {"method": name, **asdict(cost), "seconds": cost.seconds(*rates), "chosen": name == context.method(config)}
+        for name, cost in context.costs(config, config.dims).items()
+    ]
+
+
+def _print_context(config: RunConfig, methods: Sequence[Mapping[str, Any]], out: Console) -> None:
+    rates = f"{config.context.link_gb_per_s:g} GB/s and {config.context.tflops:g} TFLOP/s"
+    placement = config.context.placement
+    out.print(f"\nContext: {placement} placement; one attention layer and row on a rank, at {rates}", highlight=False)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("method", "sends", "operations", "of them extra", "estimate", ""):
+        table.add_column(heading, justify="left" if heading in ("method", "") else "right")
+    for m in methods:
+        total = m["attention_flops"] + m["extra_flops"]
+        extra, estimate = f"{m['extra_flops'] / total:.1%}", f"{m['seconds'] * 1e3:,.3f} ms"
+        table.add_row(m["method"], binary(m["sent_bytes"]), f"{total / 1e9:,.1f} GFLOP", extra, estimate,
+                      "chosen" * m["chosen"])  # fmt: skip
+    out.print(table, highlight=False)
 
 
 def _print_ranks(config: RunConfig, places: list[Footprint], out: Console) -> None:

@@ -22,6 +22,7 @@ SUMMARY = "prove that layouts compute what one rank computes"
 EXAMPLES = (
     "fivefold verify moe_tiny --parallel fsdp2-tp2",
     "fivefold verify dense_tiny --parallel ddp2 fsdp4 tp2 --train.zero 1 --train.microbatches 2 --json report.json",
+    "fivefold verify moe_tiny --parallel cp2 --context.method latent --no-documents",
     "fivefold verify my_model.py:recipe --parallel fsdp2",
 )
 DTYPES = ("float64", "float32")
@@ -34,6 +35,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--parallel", metavar="LAYOUT", nargs="+", action="extend", help="layouts to compare with one rank")
     add("--dtype", metavar="DTYPE", default="float64", help="float64 (default) or float32")
     add("--steps", metavar="N", default="3", help="optimizer steps (default: 3)")
+    add("--no-documents", dest="documents", action="store_false",
+        help="rows of one document each, and not of one to four")  # fmt: skip
     add("--json", metavar="FILE", help="write the report to FILE as well")
 
 
@@ -56,9 +59,10 @@ def run(args: argparse.Namespace, given: Mapping[str, str]) -> int:
     from ..tools import verify
 
     out = console()
-    out.print(f"{recipe.name} against one rank, {args.dtype}, {args.steps} steps", highlight=False)
+    rows = "" if args.documents else ", one document a row"
+    out.print(f"{recipe.name} against one rank, {args.dtype}, {args.steps} steps{rows}", highlight=False)
     try:
-        reports = verify.verify(recipe.config, layouts)
+        reports = verify.verify(recipe.config, layouts, documents=args.documents)
     except PoolError as error:
         if error.kind == ConfigError.__name__:  # what only building the model could tell
             raise ConfigError(error.said.splitlines()) from None

@@ -6,11 +6,12 @@ import re
 from importlib.util import find_spec
 from typing import Final
 
+from . import context
 from .dims import AXES, ParallelDims
 from .errors import ConfigError, nearest, not_multiple
 from .run import RunConfig
 
-BUILT: Final = ("pp", "ddp", "fsdp", "tp")
+BUILT: Final = ("pp", "ddp", "fsdp", "cp", "tp")
 """The axes that this version can run; the others are legal in a layout, and their sizes can be shown."""
 
 RECOMPUTE: Final = re.compile(r"none|full|ops|every-[1-9]\d*")
@@ -37,7 +38,9 @@ def check(
     if run:
         problems += _built(dims)
         problems += _device(config, gpus, local_world or dims.world) if gpus is not None else []
-    problems += batch(config, dims) + config.model.problems(dims, config.data.sequence_length)
+    problems += (
+        batch(config, dims) + context.problems(config, dims) + config.model.problems(dims, config.data.sequence_length)
+    )
     return [*problems, *_schedule(config), *_training(config), *_data(config), *_reports(config, dims)]
 
 

@@ -13,17 +13,12 @@ if TYPE_CHECKING:
 
 def problems(model: DecoderConfig, dims: ParallelDims, sequence_length: int) -> list[str]:
     """Every rule that ``model`` breaks under the layout ``dims``, one message each."""
-    found = not_multiple("data.sequence_length", sequence_length, _sizes(dims, "cp", "tp"))
+    found = not_multiple("data.sequence_length", sequence_length, {"tp": dims.tp}) if dims.cp == 1 else []
     found += not_multiple("model.ffn_dim", model.ffn_dim, {"tp": dims.tp}) if _has_dense_layer(model) else []
     found += _attention(model.attention, dims)
     if model.moe is not None:
         found += _experts(model.moe, dims) + _groups(model.moe) + _layers(model.moe, model.n_layers)
     return found
-
-
-def _sizes(dims: ParallelDims, *axes: str) -> dict[str, int]:
-    """The named axes that are larger than 1 (all of them when none is), and their sizes."""
-    return {a: dims.size(a) for a in axes if dims.size(a) > 1} or {axes[-1]: 1}
 
 
 def _has_dense_layer(model: DecoderConfig) -> bool:

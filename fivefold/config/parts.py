@@ -117,6 +117,21 @@ class PipelineConfig(Part):
     holds."""
 
 
+class ContextConfig(Part):
+    """How a sequence is cut over ``cp``, and how attention reaches the other ranks' keys."""
+
+    method: str = "auto"
+    """ring, all_gather, ulysses, latent (for MLA), or path/file.py:function; auto takes the one of least estimated
+    time."""
+    placement: str = "zigzag"
+    """Who holds which tokens: zigzag, contiguous, balanced (by work, for rows of many documents), or
+    path/file.py:function."""
+    link_gb_per_s: PositiveFloat = 50.0
+    """What a rank sends to another in a second, in gigabytes; method auto weighs with it."""
+    tflops: PositiveFloat = 400.0
+    """Operations a rank does in a second, in millions of millions; method auto weighs with it."""
+
+
 class CommConfig(Part):
     """Time limits of everything that crosses ranks."""
 

@@ -9,7 +9,16 @@ from pydantic import SerializeAsAny
 from .base import Part
 from .dims import ParallelDims
 from .model import ModelConfig
-from .parts import CommConfig, DataConfig, MetricsConfig, OptimConfig, PipelineConfig, ProfileConfig, TrainConfig
+from .parts import (
+    CommConfig,
+    ContextConfig,
+    DataConfig,
+    MetricsConfig,
+    OptimConfig,
+    PipelineConfig,
+    ProfileConfig,
+    TrainConfig,
+)
 
 
 class RunConfig(Part):
@@ -27,6 +36,8 @@ class RunConfig(Part):
     """The run itself."""
     pipeline: PipelineConfig = PipelineConfig()
     """Stages and their schedule."""
+    context: ContextConfig = ContextConfig()
+    """Long sequences over several ranks."""
     comm: CommConfig = CommConfig()
     """Time limits."""
     metrics: MetricsConfig = MetricsConfig()

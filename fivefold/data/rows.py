@@ -5,7 +5,9 @@ Letters: N rows, T tokens a row.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +34,36 @@ class Rows:
     """Number of the document within the row, from 0: tokens attend only to their own."""
     single_document: bool
     """Whether no row holds more than one document, so that plain causal attention is exact."""
+
+    def parts(self, n: int) -> Iterator[Rows]:
+        """``n`` portions of equally many rows, in order."""
+        size = len(self.tokens) // n
+        for i in range(n):
+            cut = {name: x[i * size : (i + 1) * size] for name, x in self._arrays().items()}
+            yield Rows(**cut, single_document=self.single_document)
+
+    def columns(self, columns: NDArray[np.int64]) -> Rows:
+        """Some columns of each row.
+
+        Shapes: columns [N, t] -> fields [N, t].
+        """
+        taken = {name: np.take_along_axis(x, columns, 1) for name, x in self._arrays().items()}
+        return Rows(**taken, single_document=self.single_document)
+
+    def problem(self) -> str:
+        """What forbids these rows: a document whose tokens do not stand together. Empty if nothing does."""
+        back = np.argwhere(np.diff(self.documents, axis=1) < 0)
+        if not len(back):
+            return ""
+        row, column = back[0].tolist()
+        before, after = self.documents[row, column : column + 2].tolist()
+        return (
+            f"documents[{row}, {column + 1}]={after} goes back in its row (documents[{row}, {column}]={before}). "
+            "Number the documents of a row in ascending order."
+        )
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        return {name: getattr(self, name) for name in ("tokens", "targets", "positions", "documents")}
 
 
 @dataclass(frozen=True)
@@ -87,6 +119,6 @@ class Stream:
 
 def join(parts: list[Rows], order: NDArray[np.int64] | slice = slice(None)) -> Rows:
     """Rows one after another, then in another order."""
-    names = ("tokens", "targets", "positions", "documents")
-    arrays = {name: np.concatenate([getattr(part, name) for part in parts])[order] for name in names}
+    names = parts[0]._arrays()
+    arrays = {name: np.concatenate([part._arrays()[name] for part in parts])[order] for name in names}
     return Rows(**arrays, single_document=all(part.single_document for part in parts))

@@ -17,9 +17,14 @@ class Synthetic:
     """Uniform token ids in rows of one to four documents whose targets are masked raggedly; no files.
 
     Row ``i`` of a step is a function of (seed, step, i), like a sampler's.
+
+    Args:
+        documents: whether rows hold several documents; without, the same tokens and targets are one document a row.
     """
 
-    def __init__(self, vocab_size: int, sequence_length: int, batch_size: int, seed: int) -> None:
+    def __init__(self, vocab_size: int, sequence_length: int, batch_size: int, seed: int, *,
+                 documents: bool = True) -> None:  # fmt: skip
+        self.documents = documents
         self.vocab_size, self.sequence_length, self.batch_size, self.seed = (
             vocab_size,
             sequence_length,
@@ -43,7 +48,8 @@ class Synthetic:
         targets = np.full(length, IGNORE)
         targets[counted] = ids[1:][counted]
         first = np.zeros(length, bool)
-        first[1 + random.permutation(length - 1)[: index % 4]] = True
+        if self.documents:
+            first[1 + random.permutation(length - 1)[: index % 4]] = True
         at = np.arange(length)
         return ids[:-1], targets, at - np.maximum.accumulate(np.where(first, at, 0)), np.cumsum(first, dtype=np.int32)
 

@@ -159,7 +159,7 @@ class TokenFile:
         return np.arange(self.n_documents) >= self.index.n_training_documents
 
     def check(self, full: bool = False) -> list[str]:
-        """Compare every file with its checksums and return what is wrong.
+        """Compare every file with its checksums, look whether documents stand in order, and return what is wrong.
 
         Of a file above 4 GB only chunks spread over it are read, unless ``full``.
         """
@@ -172,7 +172,19 @@ class TokenFile:
                 problems.append(
                     f"{self.path / name} fails its checksum (bytes {wrong * CHUNK_BYTES} and following). {_AGAIN}"
                 )
-        return problems
+        return problems or self._disorder()
+
+    def _disorder(self) -> list[str]:
+        """A document that starts before the one it follows: its tokens would belong to both."""
+        back = np.flatnonzero(np.diff(self.starts) < 0)
+        if not len(back):
+            return []
+        i = int(back[0])
+        what = f"document {i + 1} starts" if i + 1 < self.n_documents else "the last document ends"
+        return [
+            f"{self.path / 'documents.bin'} goes back: {what} at token {self.starts[i + 1]}, before document {i} "
+            f"(token {self.starts[i]}). Write documents in ascending order. {_AGAIN}"
+        ]
 
 
 _AGAIN = "Prepare it again with `fivefold prepare ... --overwrite`."

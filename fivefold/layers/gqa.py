@@ -14,7 +14,7 @@ from ..mesh.collectives import all_gather, reduce_scatter
 from ..mesh.run import Run
 from ..ops.linear import linear
 from .base import Layer
-from .context import ContextAttention
+from .context.base import ContextAttention, Heads
 from .init import InitRule
 from .microbatch import MicroBatch
 from .rope import Rope
@@ -55,6 +55,6 @@ class GroupedQueryAttention(Layer):
         q = self.rope.turn(linear(x, self.q, queue).unflatten(-1, heads), tables)  # S(2)  [B, T, H/tp, E]
         k = self.rope.turn(linear(x, self.k, queue).unflatten(-1, heads), tables)  # S(2)  [B, T, G/tp, E]
         v = linear(x, self.v, queue).unflatten(-1, heads)  # S(2)          [B, T, G/tp, E]
-        y = self.context.attend(q, k, v, mb, self.scale)  # S(2)          [B, T, H/tp, E]
+        y = self.context.attend(q, Heads(k, v), mb, self.scale)  # S(2)  [B, T, H/tp, E]
         y = linear(y.flatten(2), self.out, queue)  # P             [B, T, D]
         return reduce_scatter(y, self.tp, dim=1)  # P -> S(1)     [B, T/tp, D]

@@ -18,7 +18,7 @@ from ..mesh.collectives import all_gather, reduce_scatter
 from ..mesh.run import Run
 from ..ops.linear import linear
 from .base import Layer
-from .context import ContextAttention
+from .context.base import ContextAttention, Latent
 from .init import InitRule
 from .microbatch import MicroBatch
 from .norm import RMSNorm
@@ -87,9 +87,7 @@ class LatentAttention(Layer):
         q = linear(source, q_matrix, queue).unflatten(-1, (-1, c.nope_dim + c.rope_dim))  # S(2)  [B, T, H/tp, N+R]
         q_nope, q_rope = q.split([c.nope_dim, c.rope_dim], -1)
         q = torch.cat([q_nope, self.rope.turn(q_rope, tables)], -1)
-        kv = linear(latent, self.kv_up, queue).unflatten(-1, (-1, c.nope_dim + c.v_dim))  # S(2)  [B, T, H/tp, N+V]
-        k_nope, v = kv.split([c.nope_dim, c.v_dim], -1)
-        k = torch.cat([k_nope, key[:, :, None].expand(-1, -1, k_nope.shape[2], -1)], -1)
-        y = self.context.attend(q, k, v, mb, self.scale)  # S(2)  [B, T, H/tp, V]
+        kv = Latent(latent, key, self.kv_up, c.nope_dim, c.v_dim, queue)  # of which heads are expanded: S(2)
+        y = self.context.attend(q, kv, mb, self.scale)  # S(2)  [B, T, H/tp, V]
         y = linear(y.flatten(2), self.out, queue)  # P     [B, T, D]
         return reduce_scatter(y, self.tp, dim=1)  # P -> S(1)  [B, T/tp, D]

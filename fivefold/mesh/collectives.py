@@ -15,15 +15,11 @@ A collective is a linear map on the stacked local tensors, so its backward is th
 say which transpose is meant. They are registered as torch operators with a shape rule each, so that ``torch.compile``
 traces through them and ``meta`` tensors pass. An operator can carry only numbers and text, so an axis travels as a key
 and is found again by it; a recorded run's scope travels as text too.
-
-``torch.library.Library`` and not ``custom_op``: the same operators, called in 8 us instead of 12, and the first call
-does not import ``torch._dynamo``, which takes every rank 1.5 s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -32,35 +28,7 @@ from torch import Tensor
 from ..observe.recorder import Scope
 from . import transport
 from .axis import Axis, find
-
-_LIBRARY = torch.library.Library("fivefold", "FRAGMENT")
-"""Owner of the operators ``torch.ops.fivefold.*``; they live as long as it does."""
-
-
-# ---- the scope as text -----------------------------------------------------------------------------------------------
-
-
-def _scope(axis: Axis) -> str:
-    """The scope of the call as text; empty when nobody records, and in a trace: there the scope at run time counts."""
-    if torch.compiler.is_compiling() or not axis.recorder.on:
-        return ""
-    s = axis.recorder.scope
-    return f"{s.module}|{s.phase}|{s.stage}|{s.microbatch}"
-
-
-@lru_cache(maxsize=1024)
-def _parse(scope: str) -> Scope | None:
-    if not scope:
-        return None
-    module, phase, stage, microbatch = scope.split("|")
-    return Scope(module, phase, int(stage), int(microbatch))
-
-
-def _back(scope: str) -> str:
-    """The scope text of the gradient."""
-    module, _, rest = scope.partition("|")
-    return f"{module}|backward|{rest.partition('|')[2]}" if scope else ""
-
+from .operators import backward_scope, differentiate, operator, parse_scope, scope_text
 
 # ---- raw moves along any dim: the values of the operators below ------------------------------------------------------
 
@@ -99,18 +67,6 @@ def _same(x: Tensor, *_: Any) -> Tensor:
 # ---- the operators ---------------------------------------------------------------------------------------------------
 
 
-def _operator(name: str, shape: Callable[..., Tensor]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Register the decorated function as ``fivefold::name``, with its shape rule."""
-
-    def decorate(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        _LIBRARY.define(name + torch.library.infer_schema(fn, mutates_args=()))
-        _LIBRARY.impl(name, fn, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"fivefold::{name}", shape, lib=_LIBRARY)
-        return getattr(torch.ops.fivefold, name).default
-
-    return decorate
-
-
 def _transpose(name: str, backward: Callable[..., Tensor]) -> None:
     """Give the operator ``name`` its gradient.
 
@@ -118,92 +74,108 @@ def _transpose(name: str, backward: Callable[..., Tensor]) -> None:
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.arguments = (*inputs[1:-1], _back(inputs[-1]))
+        ctx.arguments = (*inputs[1:-1], backward_scope(inputs[-1]))
 
     def run(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return (backward(gradient, *ctx.arguments), *(None for _ in ctx.arguments))
 
-    torch.library.register_autograd(f"fivefold::{name}", run, setup_context=keep, lib=_LIBRARY)
+    differentiate(name, keep, run)
 
 
-@_operator("all_gather", shape=lambda x, axis, dim, to, scope: _like(x, dim, x.shape[dim] * find(axis).size))
+@operator("all_gather", shape=lambda x, axis, dim, to, scope: _like(x, dim, x.shape[dim] * find(axis).size))
 def _all_gather(x: Tensor, axis: str, dim: int, to: str, scope: str) -> Tensor:
-    return _gather(x, find(axis), dim, _parse(scope), to)
+    return _gather(x, find(axis), dim, parse_scope(scope), to)
 
 
-@_operator("reduce_scatter", shape=lambda x, axis, dim, scope: _like(x, dim, x.shape[dim] // find(axis).size))
+@operator("reduce_scatter", shape=lambda x, axis, dim, scope: _like(x, dim, x.shape[dim] // find(axis).size))
 def _reduce_scatter(x: Tensor, axis: str, dim: int, scope: str) -> Tensor:
-    return _sum_scatter(x, find(axis), dim, _parse(scope))
+    return _sum_scatter(x, find(axis), dim, parse_scope(scope))
 
 
-@_operator("all_reduce", shape=_same)
+@operator("all_reduce", shape=_same)
 def _all_reduce(x: Tensor, axis: str, to: str, scope: str) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
-    return transport.all_reduce(x, find(axis), states=f"P->{to}", scope=_parse(scope)).wait()
+    return transport.all_reduce(x, find(axis), states=f"P->{to}", scope=parse_scope(scope)).wait()
 
 
-@_operator("replicate", shape=_same)
+@operator("replicate", shape=_same)
 def _replicate(x: Tensor, axis: str, scope: str) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-@_operator("shard", shape=lambda x, axis, dim, of, scope: _like(x, dim, x.shape[dim] // find(axis).size))
+@operator("shard", shape=lambda x, axis, dim, of, scope: _like(x, dim, x.shape[dim] // find(axis).size))
 def _shard(x: Tensor, axis: str, dim: int, of: str, scope: str) -> Tensor:
     return _slice(x, find(axis), dim)
 
 
-@_operator("unshard", shape=lambda x, axis, dim, scope: _like(x, dim, x.shape[dim] * find(axis).size))
+@operator("unshard", shape=lambda x, axis, dim, scope: _like(x, dim, x.shape[dim] * find(axis).size))
 def _unshard(x: Tensor, axis: str, dim: int, scope: str) -> Tensor:
     return _pad(x, find(axis), dim)
 
 
-@_operator("all_to_all", shape=lambda x, axis, send, receive, scope: _like(x, 0, sum(receive)))
+@operator("all_to_all", shape=lambda x, axis, send, receive, scope: _like(x, 0, sum(receive)))
 def _all_to_all(x: Tensor, axis: str, send: Sequence[int], receive: Sequence[int], scope: str) -> Tensor:
-    return transport.all_to_all(x.contiguous(), find(axis), send, receive, scope=_parse(scope)).wait()
+    return transport.all_to_all(x.contiguous(), find(axis), send, receive, scope=parse_scope(scope)).wait()
 
 
-@_operator("all_gather_uneven", shape=lambda x, axis, counts, scope: _like(x, 0, sum(counts)))
+@operator("reshard", shape=lambda x, axis, split, join, scope: _resharded(x, find(axis).size, split, join))
+def _reshard(x: Tensor, axis: str, split: int, join: int, scope: str) -> Tensor:
+    a, states = find(axis), f"S({join})->S({split})"
+    parts = transport.to_front(x, a.size, split)
+    counts = [x.shape[0] if split else x.shape[0] // a.size] * a.size
+    received = transport.all_to_all(parts, a, counts, counts, states=states, op="reshard", scope=parse_scope(scope))
+    return transport.from_front(received.wait().unflatten(0, (a.size, -1)), join)
+
+
+def _resharded(x: Tensor, n: int, split: int, join: int) -> Tensor:
+    shape = list(x.shape)
+    shape[split] //= n
+    shape[join] *= n
+    return x.new_empty(shape)
+
+
+@operator("all_gather_uneven", shape=lambda x, axis, counts, scope: _like(x, 0, sum(counts)))
 def _all_gather_uneven(x: Tensor, axis: str, counts: Sequence[int], scope: str) -> Tensor:
     a = find(axis)
     copies = x.expand(a.size, *x.shape).reshape(a.size * x.shape[0], *x.shape[1:]).contiguous()
     return transport.all_to_all(copies, a, [x.shape[0]] * a.size, counts, states="S(0)->R", op="all_gather_uneven",
-                                scope=_parse(scope)).wait()  # fmt: skip
+                                scope=parse_scope(scope)).wait()  # fmt: skip
 
 
-@_operator("reduce_scatter_uneven", shape=lambda x, axis, counts, scope: _like(x, 0, counts[find(axis).rank]))
+@operator("reduce_scatter_uneven", shape=lambda x, axis, counts, scope: _like(x, 0, counts[find(axis).rank]))
 def _reduce_scatter_uneven(x: Tensor, axis: str, counts: Sequence[int], scope: str) -> Tensor:
     a = find(axis)
     mine = counts[a.rank]
     parts = transport.all_to_all(x.contiguous(), a, counts, [mine] * a.size, states="P->S(0)",
-                                 op="reduce_scatter_uneven", scope=_parse(scope)).wait()  # fmt: skip
+                                 op="reduce_scatter_uneven", scope=parse_scope(scope)).wait()  # fmt: skip
     return transport.sum_parts(parts, a.size)
 
 
-@_operator("broadcast", shape=_same)
+@operator("broadcast", shape=_same)
 def _broadcast(x: Tensor, axis: str, root: int, to: str, scope: str) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
-    return transport.broadcast(x, find(axis), root, states=f"->{to}", scope=_parse(scope)).wait()
+    return transport.broadcast(x, find(axis), root, states=f"->{to}", scope=parse_scope(scope)).wait()
 
 
-@_operator("collect", shape=_same)
+@operator("collect", shape=_same)
 def _collect(x: Tensor, axis: str, root: int, of: str, scope: str) -> Tensor:
     """What a broadcast's gradient is: the sum (of P) or the value (of I) on the root, zeros elsewhere."""
     a = find(axis)
     x = x.clone(memory_format=torch.contiguous_format)
-    total = transport.all_reduce(x, a, states="P->root", scope=_parse(scope)).wait() if of == "P" else x
+    total = transport.all_reduce(x, a, states="P->root", scope=parse_scope(scope)).wait() if of == "P" else x
     return total if a.rank == root else total.zero_()
 
 
-@_operator("shift", shape=_same)
+@operator("shift", shape=_same)
 def _shift(x: Tensor, axis: str, by: int, scope: str) -> Tensor:
-    return transport.shift(x.contiguous(), find(axis), by, scope=_parse(scope)).wait()
+    return transport.shift(x.contiguous(), find(axis), by, scope=parse_scope(scope)).wait()
 
 
-@_operator("reduce_values", shape=_same)
+@operator("reduce_values", shape=_same)
 def _reduce_values(x: Tensor, axis: str, op: str, scope: str) -> Tensor:
     x = x.clone(memory_format=torch.contiguous_format)
     states = "P->I" if op == "sum" else f"{op}->I"
-    return transport.all_reduce(x, find(axis), op, states=states, scope=_parse(scope)).wait()
+    return transport.all_reduce(x, find(axis), op, states=states, scope=parse_scope(scope)).wait()
 
 
 # ---- their gradients -------------------------------------------------------------------------------------------------
@@ -222,6 +194,7 @@ _transpose("reduce_scatter", lambda g, axis, dim, scope: _all_gather(g, axis, di
 _transpose("all_reduce", lambda g, axis, to, scope: _all_reduce(g, axis, "R", scope) if to == "R" else g)
 _transpose("replicate", lambda g, axis, scope: _all_reduce(g, axis, "I", scope))
 _transpose("shard", _shard_back)
+_transpose("reshard", lambda g, axis, split, join, scope: _reshard(g, axis, join, split, scope))
 _transpose("unshard", lambda g, axis, dim, scope: _shard(g, axis, dim, "R", scope))
 _transpose("all_to_all", lambda g, axis, send, receive, scope: _all_to_all(g, axis, receive, send, scope))
 _transpose("all_gather_uneven", lambda g, axis, counts, scope: _reduce_scatter_uneven(g, axis, counts, scope))
@@ -235,7 +208,7 @@ _transpose("shift", lambda g, axis, by, scope: _shift(g, axis, -by, scope))
 
 def all_gather(x: Tensor, axis: Axis, dim: int, to: Literal["R", "I"] = "R") -> Tensor:
     """S(dim) -> R, gradient P -> S(dim) by reduce-scatter; or -> I, whose gradient is I and only needs slicing."""
-    return x if axis.size == 1 else _all_gather(x, axis.key, _dim(x, dim), to, _scope(axis))
+    return x if axis.size == 1 else _all_gather(x, axis.key, _dim(x, dim), to, scope_text(axis))
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -243,17 +216,17 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     if axis.size == 1:
         return x
     _divides(x, axis, dim, "reduce_scatter")
-    return _reduce_scatter(x, axis.key, _dim(x, dim), _scope(axis))
+    return _reduce_scatter(x, axis.key, _dim(x, dim), scope_text(axis))
 
 
 def all_reduce(x: Tensor, axis: Axis, to: Literal["R", "I"] = "I") -> Tensor:
     """P -> I, whose gradient passes as it is; or P -> R, whose gradient is all-reduced too."""
-    return x if axis.size == 1 else _all_reduce(x, axis.key, to, _scope(axis))
+    return x if axis.size == 1 else _all_reduce(x, axis.key, to, scope_text(axis))
 
 
 def replicate(x: Tensor, axis: Axis) -> Tensor:
     """I -> R: from here on each rank uses ``x`` its own way, so the gradients are summed. Moves nothing forward."""
-    return x if axis.size == 1 else _replicate(x, axis.key, _scope(axis))
+    return x if axis.size == 1 else _replicate(x, axis.key, scope_text(axis))
 
 
 def shard(x: Tensor, axis: Axis, dim: int, of: Literal["R", "I"] = "I") -> Tensor:
@@ -261,53 +234,62 @@ def shard(x: Tensor, axis: Axis, dim: int, of: Literal["R", "I"] = "I") -> Tenso
     if axis.size == 1:
         return x
     _divides(x, axis, dim, "shard")
-    return _shard(x, axis.key, _dim(x, dim), of, _scope(axis))
+    return _shard(x, axis.key, _dim(x, dim), of, scope_text(axis))
 
 
 def all_to_all(x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """S(0) -> S(0): ``send[i]`` rows go to rank i, ``receive[i]`` come from it. The gradient goes back the same way."""
-    return x if axis.size == 1 else _all_to_all(x, axis.key, list(send), list(receive), _scope(axis))
+    return x if axis.size == 1 else _all_to_all(x, axis.key, list(send), list(receive), scope_text(axis))
+
+
+def reshard(x: Tensor, axis: Axis, split: int, join: int) -> Tensor:
+    """S(join) -> S(split): ``split`` is cut and ``join`` made whole by an all-to-all. The gradient goes back."""
+    if axis.size == 1:
+        return x
+    split, join = _dim(x, split), _dim(x, join)
+    _divides(x, axis, split, "reshard")
+    return _reshard(x, axis.key, split, join, scope_text(axis))
 
 
 def all_gather_uneven(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
     """S(0) -> R where rank i holds ``counts[i]`` rows; gradient P -> S(0)."""
-    return x if axis.size == 1 else _all_gather_uneven(x, axis.key, list(counts), _scope(axis))
+    return x if axis.size == 1 else _all_gather_uneven(x, axis.key, list(counts), scope_text(axis))
 
 
 def reduce_scatter_uneven(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
     """P -> S(0) where rank i keeps ``counts[i]`` rows; gradient S(0) -> R."""
-    return x if axis.size == 1 else _reduce_scatter_uneven(x, axis.key, list(counts), _scope(axis))
+    return x if axis.size == 1 else _reduce_scatter_uneven(x, axis.key, list(counts), scope_text(axis))
 
 
 def broadcast(x: Tensor, axis: Axis, root: int = 0, to: Literal["R", "I"] = "R") -> Tensor:
     """Place ``root``'s value -> R, gradients summed to the root; or -> I, the root keeps its own. Others get zeros."""
-    return x if axis.size == 1 else _broadcast(x, axis.key, root, to, _scope(axis))
+    return x if axis.size == 1 else _broadcast(x, axis.key, root, to, scope_text(axis))
 
 
 def shift(x: Tensor, axis: Axis, by: int = 1) -> Tensor:
     """S -> S: ``x`` goes ``by`` places on around the ring, the gradient goes back."""
-    return x if axis.size == 1 else _shift(x, axis.key, by, _scope(axis))
+    return x if axis.size == 1 else _shift(x, axis.key, by, scope_text(axis))
 
 
 def sum_values(x: Tensor, axis: Axis) -> Tensor:
     """P -> I without gradient: counts, statistics."""
-    return x if axis.size == 1 else _reduce_values(x.detach(), axis.key, "sum", _scope(axis))
+    return x if axis.size == 1 else _reduce_values(x.detach(), axis.key, "sum", scope_text(axis))
 
 
 def max_values(x: Tensor, axis: Axis) -> Tensor:
     """The largest value over the axis, without gradient."""
-    return x if axis.size == 1 else _reduce_values(x.detach(), axis.key, "max", _scope(axis))
+    return x if axis.size == 1 else _reduce_values(x.detach(), axis.key, "max", scope_text(axis))
 
 
 def gather_values(x: Tensor, axis: Axis) -> Tensor:
     """``[...]`` -> ``[n, ...]``, without gradient."""
-    return x[None] if axis.size == 1 else _all_gather(x.detach()[None], axis.key, 0, "I", _scope(axis))
+    return x[None] if axis.size == 1 else _all_gather(x.detach()[None], axis.key, 0, "I", scope_text(axis))
 
 
 def swap_values(x: Tensor, axis: Axis) -> Tensor:
     """``[n, ...]`` -> ``[n, ...]``: row i goes to rank i, row i of the result came from rank i; without gradient."""
     ones = [1] * axis.size
-    return x if axis.size == 1 else _all_to_all(x.detach(), axis.key, ones, ones, _scope(axis))
+    return x if axis.size == 1 else _all_to_all(x.detach(), axis.key, ones, ones, scope_text(axis))
 
 
 def _dim(x: Tensor, dim: int) -> int:

@@ -23,6 +23,8 @@ class Run:
     mesh: Mesh
     queue: Any = None
     """An ``ops.linear.WeightGradQueue`` while the schedule splits backward; None computes weight gradients at once."""
+    context: str = "ring"
+    """How attention reaches keys on other ranks of ``cp``: a name or place of ``layers.context``."""
     progress: Progress = field(default_factory=Progress)
     """Where executor and training say what this rank is at."""
     _frozen: list[Any] | None = field(default=None, repr=False)

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..config.model import DecoderConfig, GqaConfig
 from ..layers.block import Block
-from ..layers.context import LocalAttention
+from ..layers.context import ContextAttention, context_attention
 from ..layers.dispatch import LocalDispatcher
 from ..layers.embedding import Embedding
 from ..layers.gqa import GroupedQueryAttention
@@ -42,7 +42,7 @@ def build(run: Run, config: DecoderConfig, names: Sequence[str] | None = None) -
     if unknown := set(names or ()) - set(every):
         raise KeyError(f"no part is called {', '.join(sorted(unknown))}. Parts: {', '.join(every)}.")
     init = InitRule(config=config.init, n_layers=config.n_layers)
-    attention = config.attention
+    attention, context = config.attention, context_attention(run)
     rope = Rope(config.rope, attention.head_dim if isinstance(attention, GqaConfig) else attention.rope_dim)
     parts: dict[str, nn.Module] = {}
     for name in every if names is None else names:
@@ -52,19 +52,20 @@ def build(run: Run, config: DecoderConfig, names: Sequence[str] | None = None) -
             first = init.embedding(config.dim, True) if config.tied else init.matrix(config.dim)
             parts[name] = Head(run, config.vocab_size, config.dim, config.norm_eps, first)
         else:
-            parts[name] = _block(run, config, init, rope, name)
+            parts[name] = _block(run, config, init, rope, context, name)
     if config.tied:
         for name in {"embed", "head"} & parts.keys():
             tie(parts[name].get_parameter("weight"), "embed.weight")
     return parts
 
 
-def _block(run: Run, config: DecoderConfig, init: InitRule, rope: Rope, name: str) -> Block:
+def _block(run: Run, config: DecoderConfig, init: InitRule, rope: Rope, context: ContextAttention,
+           name: str) -> Block:  # fmt: skip
     layer = int(name.removeprefix("layers."))
     if isinstance(config.attention, GqaConfig):
-        attention = GroupedQueryAttention(run, config.attention, config.dim, rope, LocalAttention(), init)
+        attention = GroupedQueryAttention(run, config.attention, config.dim, rope, context, init)
     else:
-        attention = LatentAttention(run, config.attention, config.dim, rope, LocalAttention(), init)
+        attention = LatentAttention(run, config.attention, config.dim, rope, context, init)
     moe = config.moe
     if moe is not None and config.is_moe(layer):
         rate = 0.0 if layer in moe.bias_off_layers else moe.bias_rate

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..layers.microbatch import MicroBatch
 from ..mesh import transport
 from ..mesh.collectives import sum_values
 from ..mesh.mesh import Mesh
@@ -90,9 +92,11 @@ class Watcher:
         if x.ndim == 3 or (x.ndim == 0 and kind == "activation"):
             self._seen.setdefault((name, kind), []).append(x.detach())
 
-    def whole(self, mesh: Mesh) -> dict[tuple[str, str], Tensor]:
+    def whole(self, mesh: Mesh, microbatches: Sequence[MicroBatch]) -> dict[tuple[str, str], Tensor]:
         """Everything seen on any stage, whole on every rank: forward in order, then backward in the order it ran."""
-        own = {key: self._gathered(key, mesh) for key in self._seen}
+        columns = [np.concatenate(mb.holders.columns, 1) for mb in microbatches]
+        order = torch.from_numpy(np.concatenate(columns or [np.empty((0, 0))]).argsort(1)).to(mesh.device)
+        own = {key: self._gathered(key, mesh, order) for key in self._seen}
         keys = [[name, kind, str(x.dtype).removeprefix("torch."), list(x.shape)] for (name, kind), x in own.items()]
         found = {}
         for place, text in enumerate(gather_text(json.dumps(keys), mesh.pp, mesh.device)):
@@ -103,12 +107,14 @@ class Watcher:
                 found[name, kind] = x
         return dict(sorted(found.items(), key=lambda item: item[0][1]))
 
-    def _gathered(self, key: tuple[str, str], mesh: Mesh) -> Tensor:
+    def _gathered(self, key: tuple[str, str], mesh: Mesh, order: Tensor) -> Tensor:
+        """The whole of what is kept under ``key``; ``order`` says where each column of a row is among the ranks'."""
         if self._seen[key][0].ndim == 0:
             return sum_values(torch.stack(self._seen[key]).sum(), mesh.join("ddp", "fsdp", "cp"))
         x = torch.cat(self._seen[key])
         for axis, dim in ((mesh.join("cp", "tp"), 1), (mesh.join("ddp", "fsdp"), 0)):
             if axis.size > 1:
-                front = transport.all_gather(x.movedim(dim, 0).contiguous(), axis).wait()
-                x = front.movedim(0, dim)
+                x = transport.all_gather(x.contiguous(), axis, dim=dim).wait()
+            if dim == 1:
+                x = x.take_along_dim(order[:, :, None], 1)
         return x.contiguous()

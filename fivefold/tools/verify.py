@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..config.dims import ParallelDims
 from ..config.errors import ConfigError
-from ..config.parts import PipelineConfig
+from ..config.parts import ContextConfig, PipelineConfig
 from ..config.run import RunConfig
 from ..data.synthetic import Synthetic
 from ..mesh.mesh import Mesh
@@ -80,24 +80,33 @@ def one_rank(config: RunConfig) -> RunConfig:
     """The same run on one rank, in one piece, nothing recomputed or compiled: the oracle."""
     plain = {"microbatches": 1, "recompute": "none", "compile": "none", "zero": 1}
     train = config.train.model_copy(update=plain)
-    return config.model_copy(update={"parallel": "single", "train": train, "pipeline": PipelineConfig()})
+    return config.model_copy(
+        update={"parallel": "single", "train": train, "pipeline": PipelineConfig(), "context": ContextConfig()}
+    )
 
 
-def run_steps(config: RunConfig, mesh: Mesh, steps: int, *, watch: bool = False) -> Outcome:
-    """Train ``steps`` steps on the hard rows and gather what happened."""
+def run_steps(config: RunConfig, mesh: Mesh, steps: int, *, documents: bool = True, watch: bool = False) -> Outcome:
+    """Train ``steps`` steps on the hard rows and gather what happened.
+
+    Args:
+        documents: whether rows hold several documents.
+        watch: whether every part's output and its gradient are kept.
+    """
     watcher = Watcher() if watch else None
     state = build_state(config, mesh, watcher)
-    source = Synthetic(config.model.vocab_size, config.data.sequence_length, config.data.batch_size, config.train.seed)
+    data, seed = config.data, config.train.seed
+    source = Synthetic(config.model.vocab_size, data.sequence_length, data.batch_size, seed, documents=documents)
     batches = Batches(source, config, mesh)
     losses, norms, experts = [], [], {name: [] for name in state.expert_layers}
     first, seen = None, {}
     for step in range(1, steps + 1):
-        stats = train_step(state, batches.batch(batches.rows(step)))
+        batch = batches.batch(batches.rows(step))
+        stats = train_step(state, batch)
         losses.append(stats.loss.item())
         norms.append(stats.grad_norm)
         if first is None:
             first = gather_whole(state, partial(_unclipped, norm=stats.grad_norm, max_norm=config.optim.max_norm))
-            seen = watcher.whole(mesh) if watcher else {}
+            seen = watcher.whole(mesh, batch.microbatches) if watcher else {}
         for name, bias in routing_biases(state.experts, state.expert_layers, mesh).items():
             experts[name] += [stats.load.counts[name].clone(), bias.clone()]
     batches.close()
@@ -164,37 +173,38 @@ def first_difference(outcome: Outcome, oracle: Outcome, tolerance: float) -> str
     return None
 
 
-def verify_rank(context: RankContext, config: RunConfig, steps: int, tolerance: float) -> Report | None:
+def verify_rank(context: RankContext, config: RunConfig, steps: int, tolerance: float,
+                documents: bool = True) -> Report | None:  # fmt: skip
     """One rank's part of comparing ``config`` with one rank; rank 0 runs the oracle and judges.
 
     Only when something differs are both run again, for a step, with every part watched.
     """
     mesh = context.mesh(config.parallel, ends=plan(config).ends)
-    outcome = run_steps(config, mesh, steps)
+    outcome = run_steps(config, mesh, steps, documents=documents)
     experts = _agree(outcome.experts, mesh)
     report = None
     if mesh.rank == 0:
-        oracle = _oracle(context, config, steps)
+        oracle = _oracle(context, config, steps, documents)
         same = all(torch.equal(x, y) for name, held in oracle.experts.items()
                    for x, y in zip(outcome.experts[name], held, strict=True))  # fmt: skip
         report = compare(config, outcome, oracle, experts and same, tolerance)
     failed = torch.tensor(float(report is not None and not report.passed))
     reduce_everywhere(failed, mesh, "sum")
     if failed:
-        again = run_steps(config, mesh, 1, watch=True)
+        again = run_steps(config, mesh, 1, documents=documents, watch=True)
         if report is not None:
-            oracle = run_steps(one_rank(config), Mesh.single(), 1, watch=True)
+            oracle = run_steps(one_rank(config), Mesh.single(), 1, documents=documents, watch=True)
             report = replace(report, first_difference=first_difference(again, oracle, tolerance))
     return report
 
 
-def _oracle(context: RankContext, config: RunConfig, steps: int) -> Outcome:
+def _oracle(context: RankContext, config: RunConfig, steps: int, documents: bool) -> Outcome:
     """The one-rank run, kept for the next layout of the same configuration."""
     plain = one_rank(config)
-    key = f"{plain.model_dump_json()} {steps}"
+    key = f"{plain.model_dump_json()} {steps} {documents}"
     if key not in context.cache:
         context.cache.clear()
-        context.cache[key] = run_steps(plain, Mesh.single(), steps)
+        context.cache[key] = run_steps(plain, Mesh.single(), steps, documents=documents)
     return context.cache[key]
 
 
@@ -218,6 +228,7 @@ def verify(
     config: RunConfig,
     layouts: Sequence[str],
     *,
+    documents: bool = True,
     tolerance: float | None = None,
     progress: Callable[[Report], None] | None = None,
     pools: Callable[[int], Pool] = forked_pool,
@@ -227,6 +238,7 @@ def verify(
     Args:
         config: ``train.steps`` and ``train.dtype`` say how long and how exactly.
         layouts: layout strings.
+        documents: whether rows hold several documents, which attention must not cross.
         tolerance: largest error that passes; by default that of the dtype.
         progress: called with each report as it comes.
         pools: makes the pool of so many ranks; by default forked from this process, which must not have run a torch
@@ -245,7 +257,7 @@ def verify(
     for world in sorted({c.dims.world for c in cases}):
         with pools(world) as pool:
             for i in (i for i, c in enumerate(cases) if c.dims.world == world):
-                reports[i] = pool.run(verify_rank, cases[i], config.train.steps, limit)[0]
+                reports[i] = pool.run(verify_rank, cases[i], config.train.steps, limit, documents)[0]
                 if progress:
                     progress(reports[i])
     return [reports[i] for i in range(len(cases))]

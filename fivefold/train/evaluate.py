@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..data.rows import IGNORE
 from ..mesh.collectives import sum_values
-from .batch import HeldoutRows, cut, to_device
+from .batch import Cutter, HeldoutRows, counted, microbatches
 from .state import TrainState
 
 
@@ -32,6 +31,7 @@ def evaluate(state: TrainState, heldout: HeldoutRows) -> Evaluation:
     """
     config, mesh = state.config, state.mesh
     share = config.data.batch_size // mesh.dims.data
+    cutter = Cutter(config, mesh)
     rounds = -(-heldout.n_rows // config.data.batch_size)
     n_targets = torch.zeros((), dtype=torch.int64, device=mesh.device)
     nats = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -41,14 +41,13 @@ def evaluate(state: TrainState, heldout: HeldoutRows) -> Evaluation:
     one = torch.ones((), dtype=torch.int64, device=mesh.device)
     for i in range(rounds):
         first = (i * mesh.dims.data + mesh.data_rank()) * share
-        rows = heldout.rows(first, first + share)
-        tensors = to_device(rows, mesh.device)
-        n_targets += (tensors["targets"] != IGNORE).sum()
-        nats += state.executor.evaluate(list(cut(rows, tensors, config.train.microbatches, one, 1)))
+        shares = cutter.shares(heldout.rows(first, first + share))
+        n_targets += counted(shares)
+        nats += state.executor.evaluate(list(microbatches(shares, one, 1)))
     for m in modules:
         m.train()
     for stage in state.stages.values():
         stage.release()
-    total = int(sum_values(n_targets, mesh.join("ddp", "fsdp")))
+    total = int(sum_values(n_targets, mesh.join("ddp", "fsdp", "cp")))
     loss = float(sum_values(nats, mesh.join("pp", "ddp", "fsdp", "cp")))
     return Evaluation(loss / max(1, total), loss / math.log(2) / max(1, heldout.n_bytes), total)

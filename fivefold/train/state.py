@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config import context
 from ..config.errors import ConfigError
 from ..config.parts import TrainConfig
 from ..config.run import RunConfig
@@ -81,7 +82,7 @@ def build_state(config: RunConfig, mesh: Mesh, watch: Watch | None = None,
         ConfigError: if the model ties parameters of stages that are neither the first nor the last.
     """
     pipeline = pipeline or plan(config)
-    run = Run(mesh, progress=progress or Progress())
+    run = Run(mesh, context=context.method(config), progress=progress or Progress())
     parts = build_parts(run, config.model, pipeline.names(mesh.pp.rank), config.train.seed,
                         layout_free=config.model.part_costs(config.data.sequence_length) is not None)  # fmt: skip
     shapes, layers, shared = _whole_model(parts, collect(parts, run), mesh)

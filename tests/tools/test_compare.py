@@ -16,6 +16,7 @@ from fivefold.mesh.pool import Pool
 from fivefold.mesh.pool_worker import RankContext
 from fivefold.tools.compare import Watcher, Whole, gather_whole, relative_error, worst
 from fivefold.train.state import build_state
+from tests.helpers import microbatch
 from tests.parity.grid import row
 
 Pools = Callable[[int], Pool]
@@ -94,7 +95,8 @@ def watched(context: RankContext, layout: str, microbatches: int) -> dict[tuple[
         loss = y.square().sum() / mesh.tp.size  # I over tp would be the whole sum: a stand-in for it
         watcher("second", loss)
         loss.backward()
-    return watcher.whole(mesh)
+    tokens = torch.zeros(8 // mesh.dims.data, 4, dtype=torch.int64)
+    return watcher.whole(mesh, [microbatch(tokens)])
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "ddp2", "tp2", "fsdp2-tp2"])
@@ -114,4 +116,4 @@ def test_a_watcher_gives_activations_gradients_and_the_loss_whole(pool: Pools, l
 
 
 def test_nothing_watched_gives_nothing() -> None:
-    assert Watcher().whole(Mesh.single()) == {}
+    assert Watcher().whole(Mesh.single(), []) == {}

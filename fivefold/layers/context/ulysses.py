@@ -1,0 +1,60 @@
+"""Attention with heads and sequence swapped: each rank gets whole rows of some of the heads.
+
+Letters: B sequences, T tokens of a sequence on this rank, n ranks of the axis, H heads, E width.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...mesh.collectives import reshard
+from ...mesh.run import Run
+from ...ops.attention import attention
+from ..microbatch import MicroBatch
+from .attend import attend
+from .base import Heads, KeyValues
+from .local import ALONE
+from .work import prepared
+
+
+class Ulysses:
+    """An all-to-all before attention makes rows whole and cuts heads, one after it does the reverse.
+
+    Needs as many query heads, and key heads, on each rank of ``tp`` as a multiple of ``cp``.
+
+    Source: Jacobs 2023, arXiv 2309.14509.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.axis = run.mesh.cp
+
+    def prepare(self, mb: MicroBatch) -> None:
+        self._order(mb)
+        if mb.documents is not None:
+            prepared(mb, 0, whole=True)
+
+    def attend(self, q: Tensor, kv: KeyValues, mb: MicroBatch, scale: float) -> Tensor:
+        heads = kv.expanded()
+        there, back = self._order(mb)
+        q, k, v = (_ordered(reshard(x, self.axis, split=2, join=1), there) for x in (q, heads.k, heads.v))
+        if mb.documents is None:
+            y = attention(q, k, v, scale=scale, causal=True)
+        else:
+            y = attend(q, Heads(k, v), mb, scale, ALONE, "", whole=True)
+        return reshard(_ordered(y, back), self.axis, split=1, join=2)  # S(2) -> S(1)
+
+    def _order(self, mb: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Where each column of a row is among the ranks' tokens ``[B, n*T]``, and the column of each of these."""
+        if "ulysses" not in mb.cache:
+            columns = np.concatenate(mb.holders.columns, 1)
+            both = (np.argsort(columns, 1), columns)
+            mb.cache["ulysses"] = [torch.from_numpy(x).to(mb.tokens.device) for x in both]
+        there, back = mb.cache["ulysses"]
+        return there, back
+
+
+def _ordered(x: Tensor, order: Tensor) -> Tensor:
+    """Tokens ``[B, n*T, H, E]`` of each row in the order given ``[B, n*T]``."""
+    return x.gather(1, order[:, :, None, None].expand(-1, -1, *x.shape[2:]))
