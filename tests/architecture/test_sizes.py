@@ -45,8 +45,13 @@ def code_lines(module: Module) -> int:
 def package_violations(modules: list[Module]) -> list[str]:
     """The package and its core, if they are too long."""
     core = [module for module in modules if module.folder not in AROUND]
-    sizes = [("core", sum(map(code_lines, core)), CORE_LINES), ("package", sum(map(code_lines, modules)), PACKAGE_LINES)]
-    return [f"the {name} has {lines} lines of code, not under {limit}" for name, lines, limit in sizes if lines >= limit]
+    sizes = [
+        ("core", sum(map(code_lines, core)), CORE_LINES),
+        ("package", sum(map(code_lines, modules)), PACKAGE_LINES),
+    ]
+    return [
+        f"the {name} has {lines} lines of code, not under {limit}" for name, lines, limit in sizes if lines >= limit
+    ]
 
 
 def test_files_and_functions():

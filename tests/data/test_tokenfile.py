@@ -125,9 +125,12 @@ def test_index_survives_its_own_text() -> None:
 def test_documents_that_go_back_are_found(build, monkeypatch: pytest.MonkeyPatch) -> None:
     path = build([40, 30], [20]).path
     monkeypatch.setattr(tokenfile, "_first_wrong_chunk", lambda *_: None)  # as if they had been written so
-    for starts, what in ([0, 70, 40, 90], "document 2 starts at token 40, before document 1 (token 70)"), (
-        [0, 40, 70, 60],
-        "the last document ends at token 60, before document 2 (token 70)",
+    for starts, what in (
+        ([0, 70, 40, 90], "document 2 starts at token 40, before document 1 (token 70)"),
+        (
+            [0, 40, 70, 60],
+            "the last document ends at token 60, before document 2 (token 70)",
+        ),
     ):
         np.array(starts, "<i8").tofile(path / "documents.bin")
         (problem,) = TokenFile.open(path).check()

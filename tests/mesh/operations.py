@@ -135,6 +135,20 @@ def _whole(n: int) -> dict[str, Operation]:
     return operations
 
 
+def _swapped(n: int) -> dict[str, Operation]:
+    """Operations that cut one dim and make another whole."""
+    found = {}
+    for split, join in ((2, 1), (1, 2), (0, 1), (2, 0)):
+        local = [2, 3, 4]
+        local[split] *= n
+        found[f"reshard-{join}-{split}"] = Operation(
+            call=lambda x, axis, split=split, join=join: collectives.reshard(x, axis, split, join),
+            emulate=lambda xs, split=split, join=join: list(torch.cat(xs, join).chunk(n, split)),
+            shapes=[tuple(local)] * n, before="S", after="S",
+            moved=[("reshard", [((n - 1) * 24, (n - 1) * 24)] * n)] * 2)  # fmt: skip
+    return found
+
+
 def _uneven(n: int) -> dict[str, Operation]:
     """Operations on slices of any length, some empty."""
     counts = [3, 0, 1, 2][:n]
@@ -173,4 +187,4 @@ def _uneven(n: int) -> dict[str, Operation]:
 
 def operations(n: int) -> dict[str, Operation]:
     """All of them on ``n`` ranks, by name."""
-    return {**_even(n, 0), **_even(n, 1), **_even(n, 2), **_whole(n), **_uneven(n)}
+    return {**_even(n, 0), **_even(n, 1), **_even(n, 2), **_swapped(n), **_whole(n), **_uneven(n)}
