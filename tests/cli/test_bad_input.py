@@ -67,9 +67,9 @@ def errors(capsys, line: str | list[str]) -> list[str]:
         ("train moe_tiny --parallel fsdp*", ["fsdp to the number of ranks", "torchrun"]),
         (
             "train moe_tiny --parallel ep2-fsdp2",
-            ["ep=2 is a legal axis that this version cannot run yet", "pp, ddp, fsdp and tp"],
+            ["ep=2 is a legal axis that this version cannot run yet", "pp, ddp, fsdp, cp and tp"],
         ),
-        ("verify moe_tiny --parallel cp2", ["cp=2 is a legal axis"]),
+        ("verify moe_tiny --parallel fsdp2-etp2", ["etp=2 is a legal axis"]),
         ("train moe_tiny --parallel pp2 --train.microbatches 3", ["batch_size=8", "train.microbatches=3", "6 or 9"]),
         (
             "train moe_tiny --parallel pp2-fsdp2 --data.batch-size 10 --train.microbatches 2",
@@ -121,16 +121,126 @@ def test_messages(capsys, line, words):
     assert any(all(word in text for word in words) for text in found), found
 
 
+LATENT_OF_NONE = "context.method=latent exchanges MLA's latent, and this model has none (model.attention.kind=gqa)."
+CONTEXT = [
+    (
+        "moe_tiny --parallel tp2 --data.sequence-length 15",
+        "data.sequence_length=15 is not a multiple of tp=2. Use data.sequence_length=14 or 16, or tp in [1, 3, 5, 15].",
+    ),
+    (
+        "moe_tiny --parallel cp2-tp2 --data.sequence-length 14 --context.placement contiguous",
+        "data.sequence_length=14 is not a multiple of cp*tp=4 (cp=2, tp=2, context.placement=contiguous). "
+        "Use data.sequence_length=12 or 16.",
+    ),
+    (
+        "moe_tiny --parallel cp2 --data.sequence-length 15 --context.placement contiguous",
+        "data.sequence_length=15 is not a multiple of cp=2 (cp=2, context.placement=contiguous). "
+        "Use data.sequence_length=14 or 16.",
+    ),
+    (
+        "moe_tiny --parallel cp2-tp2 --data.sequence-length 12",
+        "data.sequence_length=12 is not a multiple of 2*cp*tp=8 (cp=2, tp=2, context.placement=zigzag). "
+        "Use data.sequence_length=8 or 16, or context.placement=contiguous.",
+    ),
+    (
+        "dense_tiny --parallel cp2-tp2 --data.sequence-length 15 --context.placement balanced",
+        "data.sequence_length=15 is not a multiple of 2*cp*tp=8 (cp=2, tp=2, context.placement=balanced). "
+        "Use data.sequence_length=8 or 16.",
+    ),
+    (
+        "dense_tiny --parallel cp4 --data.sequence-length 3",
+        "data.sequence_length=3 is not a multiple of 2*cp=8 (cp=4, context.placement=zigzag). "
+        "Use data.sequence_length=8.",
+    ),
+    (
+        "moe_tiny --parallel cp8 --context.method ulysses",
+        "context.method=ulysses needs heads that cp*tp=8 divides (cp=8, tp=1, model.attention.n_heads=4). "
+        "Use cp in [1, 2, 4], or context.method in ring, all_gather, latent.",
+    ),
+    (
+        "dense_tiny --parallel cp4-tp2 --context.method ulysses",
+        "context.method=ulysses needs heads that cp*tp=8 divides "
+        "(cp=4, tp=2, model.attention.n_heads=8, model.attention.n_kv_heads=4). "
+        "Use cp in [1, 2], or context.method in ring, all_gather.",
+    ),
+    (
+        "dense_tiny --parallel cp2 --context.method latent",
+        f"{LATENT_OF_NONE} Use context.method in ring, all_gather, ulysses.",
+    ),
+    (
+        "moe_tiny --parallel cp2 --context.method rng",
+        "context.method=rng is not one of the choices. Did you mean ring? "
+        "Use ring, all_gather, ulysses, latent, auto, or path/file.py:function.",
+    ),
+    (
+        "moe_tiny --parallel cp2 --context.placement zigzagged",
+        "context.placement=zigzagged is not one of the choices. Did you mean zigzag? "
+        "Use zigzag, contiguous, balanced, or path/file.py:function.",
+    ),
+    (
+        "moe_tiny --parallel cp2 --context.link-gb-per-s 0",
+        "context.link_gb_per_s=0 is not above 0. Use a number above 0.",
+    ),
+]
+
+
+@pytest.fixture
+def no_process(monkeypatch):
+    """A process that is started fails the test."""
+
+    def start(*_, **__):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("os.fork", start)
+    monkeypatch.setattr("subprocess.Popen", start)
+    monkeypatch.setattr("multiprocessing.process.BaseProcess.start", start)
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+@pytest.mark.parametrize(("line", "message"), CONTEXT)
+def test_sequences_that_cannot_be_cut(capsys, no_process, command, line, message):
+    assert errors(capsys, f"{command} {line}") == [f"error: {message}"]
+
+
+OWN = """
+def method(run):
+    return None
+
+def placement(documents, n):
+    return None
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "words"),
+    [
+        ("method", "no/where.py:method", ["Use the path of an existing Python file."]),
+        ("method", "nowhere.py:method", ["names no file", "nowhere.py does not exist"]),
+        ("method", "owm.py:method", ["owm.py does not exist", "Did you mean", "own.py?"]),
+        ("method", "own.py:methd", ["own.py has no methd", "Did you mean own.py:method?"]),
+        ("method", "broken.py:method", ["cannot be imported: ZeroDivisionError", "broken.py, line 1"]),
+        ("placement", "nowhere.py:place", ["names no file", "nowhere.py does not exist"]),
+        ("placement", "own.py:place", ["own.py has no place", "Did you mean own.py:placement?"]),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_a_method_and_a_placement_of_ones_own(capsys, folder, no_process, command, key, name, words):
+    (folder / "own.py").write_text(OWN)
+    (folder / "broken.py").write_text("1 / 0\n")
+    (text,) = errors(capsys, f"{command} moe_tiny --parallel cp2 --context.{key} {name}")
+    assert all(word in text for word in [f"error: context.{key}={name}", *words]), text
+
+
 def test_many_at_once(capsys, folder):
     (folder / "old").mkdir()
     (folder / "old" / "config.json").write_text("{}")
     found = errors(
         capsys,
-        "train moe_tiny --parallel fsdp3-cp2 --optm.lr 1 --train.steps abc --model.moe.top-k 9 --optim.warmup-steps 30 "
+        "train moe_tiny --parallel fsdp3-ep3 --optm.lr 1 --train.steps abc --model.moe.top-k 9 --optim.warmup-steps 30 "
         "--run-dir old --data.files nowhere --data.weights 1,2 --stepz 4",
     )
     keys = ("optm.lr=1", "stepz=4", "train.steps=abc", "model.moe.top_k=9", "optim.warmup_steps=30", "run_dir=old")
-    keys += ("data.files=nowhere", "data.weights=", "cp=2", "data.batch_size=8")
+    keys += ("data.files=nowhere", "data.weights=", "ep=3", "data.batch_size=8", "model.moe.n_experts=8")
     for key in keys:
         assert sum(f"error: {key}" in text for text in found) == 1, (key, found)
     assert len(found) == len(keys)
@@ -306,7 +416,9 @@ def test_torchrun(folder):
     [
         ["train", "moe_tiny", "--parallel", "tp3", "--train.steps", "0"],
         ["train", "moe_tiny", "--train.device", "cuda", "--data.files", "nowhere"],
-        ["verify", "moe_tiny", "--parallel", "cp2"],
+        ["verify", "moe_tiny", "--parallel", "ep2-fsdp2"],
+        ["verify", "moe_tiny", "--parallel", "cp2", "--context.method", "rng"],
+        ["train", "dense_tiny", "--parallel", "cp2", "--context.method", "latent", "--no-documents"],
         ["train", "moe_tiny", "--parallel", "pp2", "--pipeline.schedule", "auto", "--pipeline.stages", "3,4"],
         ["train", "moe_tiny", "--parallel", "pp2", "--pipeline.schedule", "json:dumps"],
         ["show", "moe_tiny", "--model.dim", "0"],

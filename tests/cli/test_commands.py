@@ -217,8 +217,8 @@ def test_verify(capsys, folder, monkeypatch):
     bad = verify.replace(good, layout="fsdp2", passed=False, worst=("layer.w", 0.5), first_difference="layer")
     asked = []
 
-    def fake(config, layouts):
-        asked.append((config, layouts))
+    def fake(config, layouts, *, documents):
+        asked.append((config, documents))
         return [good if layout == "tp2" else bad for layout in layouts]
 
     monkeypatch.setattr(verify, "verify", fake)
@@ -242,13 +242,17 @@ def test_verify(capsys, folder, monkeypatch):
     assert "worst parameter layer.w (5.0e-01)" in text
     assert "first difference in layer" in text
     assert [r["passed"] for r in json.loads((folder / "two.json").read_text())] == [True, False]
-    first, second = (config.train for config, _ in asked)
+    assert "float64" in output(capsys, "verify", "moe_tiny", "--parallel", "tp2")
+    text = output(capsys, "verify", "moe_tiny", "--parallel", "tp2", "--no-documents")
+    assert "float64, 3 steps, one document a row" in text
+    assert [documents for _, documents in asked] == [True, True, True, False]
+    first, second = (config.train for config, _ in asked[:2])
     assert (first.steps, first.dtype, first.device, first.zero) == (3, "float64", "cpu", "auto")
     assert (second.steps, second.dtype, second.zero) == (2, "float32", 1)
 
 
 def test_fewer_microbatches_than_ranks_are_told_once(capsys, monkeypatch):
-    monkeypatch.setattr(verify, "verify", lambda config, layouts: [])
+    monkeypatch.setattr(verify, "verify", lambda config, layouts, **options: [])
     assert main(["verify", "moe_tiny", "--parallel", "pp2", "pp2-tp2", "tp2"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: train.microbatches=1 is below pp=2: a bubble of 50.0%")

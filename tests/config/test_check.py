@@ -36,6 +36,9 @@ def problems(recipe: str, line: str = "", **known) -> list[str]:
         "ddp2-fsdp2-tp2",
         "pp2",
         "pp4-ddp2",
+        "cp2",
+        "cp4",
+        "pp2-fsdp2-cp2-tp2",
     ],
 )
 @pytest.mark.parametrize("more", ["", "--train.microbatches 2 --train.recompute full", "--train.recompute every-2"])
@@ -46,8 +49,11 @@ def test_what_verify_covers_is_legal(recipe, layout, more):
 @pytest.mark.parametrize(
     ("recipe", "line", "words"),
     [
-        ("moe_tiny", "cp2", ["cp=2 is a legal axis that this version cannot run yet", "of pp, ddp, fsdp and tp"]),
-        ("moe_tiny", "fsdp2-ep2", ["ep=2 is a legal axis"]),
+        (
+            "moe_tiny",
+            "fsdp2-ep2",
+            ["ep=2 is a legal axis that this version cannot run yet", "pp, ddp, fsdp, cp and tp"],
+        ),
         ("moe_tiny", "fsdp2-etp2", ["etp=2 is a legal axis"]),
         ("moe_tiny", "fsdp2 --data.batch-size 7", ["data.batch_size=7 is not a multiple of fsdp=2", "6 or", "=6 or 8"]),
         (

@@ -22,13 +22,14 @@ from rich.console import Console
 from rich.table import Table
 
 import fivefold
+from fivefold.config.context import METHODS, PLACEMENTS
 from fivefold.mesh.pool import Pool, PoolError
 from fivefold.observe.console import duration
 from fivefold.schedule.named import NAMES
 from fivefold.tools.verify import TOLERANCE, verify_rank
 
-from . import pipelines
-from .grid import EXTRAS, LAYOUTS, STEPS, Row, full
+from . import contexts, pipelines
+from .grid import EXTRAS, STEPS, Row, full
 
 FINISHED = Path("build/parity.jsonl")
 CASE_LIMIT_S = 300.0
@@ -42,7 +43,7 @@ def fingerprint() -> str:
     """Changes with every source file of the package and of the grid, and with torch."""
     digest = hashlib.sha256(version("torch").encode())
     package = Path(fivefold.__file__).parent
-    names = ("grid.py", "pipelines.py", "plain.py", "frozen.py", "own_table.py")
+    names = ("grid.py", "pipelines.py", "contexts.py", "plain.py", "frozen.py", "own_table.py", "own_context.py")
     grid = [Path(__file__).with_name(name) for name in names]
     for path in sorted([*package.rglob("*.py"), *grid]):
         digest.update(path.name.encode() + path.read_bytes())
@@ -71,7 +72,8 @@ def run_row(pool: Pool, row: Row, stamp: str) -> Result:
     """Run one row; an error is a result too."""
     began = time.monotonic()
     try:
-        report = asdict(pool.run(verify_rank, row.config, STEPS, TOLERANCE["float64"], timeout_s=CASE_LIMIT_S)[0])
+        arguments = row.config, STEPS, TOLERANCE["float64"], row.documents
+        report = asdict(pool.run(verify_rank, *arguments, timeout_s=CASE_LIMIT_S)[0])
     except PoolError as error:
         report = {"error": str(error)}
     return {"row": str(row), "fingerprint": stamp, "seconds": time.monotonic() - began, **report}
@@ -129,12 +131,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=160)
     if args.fresh:
         args.results.unlink(missing_ok=True)
-    rows = list(dict.fromkeys([*full(), *EXTRAS, *pipelines.full(), *pipelines.EXTRAS]))
+    grids = (*full(), *EXTRAS, *pipelines.full(), *pipelines.EXTRAS, *contexts.full(), *contexts.EXTRAS)
+    rows = list(dict.fromkeys(grids))
     rows = [row for row in sorted(rows, key=Row.place) if args.only in str(row)]
     results = run_rows(rows, args.results, fingerprint(), console)
-    console.print(table("layout", ("single", *LAYOUTS, "pp3", *pipelines.LAYOUTS), rows, results), highlight=False)
+    layouts = dict.fromkeys(row.layout for row in rows)
+    console.print(table("layout", layouts, rows, results), highlight=False)
     if any(row.schedule for row in rows):
         console.print(table("schedule", NAMES, rows, results), highlight=False)
+    for by, values in (("method", METHODS), ("placement", PLACEMENTS)):
+        if any(getattr(row, by) for row in rows):
+            console.print(table(by, values, rows, results), highlight=False)
     failed = [result for result in results.values() if not passed(result)]
     for result in failed:
         console.print(f"\n{describe(result)}\n{result.get('error', result)}", highlight=False, markup=False)

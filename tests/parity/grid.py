@@ -1,7 +1,8 @@
 """What is proved equal to one rank: rows of a grid of layouts and options, and a small set that covers all their pairs.
 
 A row is data. It names a layout, a model and the options that decide how a step is run; ``config`` is the run it means.
-The rows of this grid have one stage; those of a pipeline are in :mod:`.pipelines`.
+The rows of this grid have one stage and whole sequences; those of a pipeline are in :mod:`.pipelines`, those of cut
+sequences in :mod:`.contexts`.
 """
 
 from __future__ import annotations
@@ -69,6 +70,12 @@ class Row:
     """Of the pipeline; with one, the run has 24 short rows and an odd number of layers."""
     tied: bool = False
     """Whether the head is the embedding."""
+    method: str = ""
+    """Of context parallelism; empty leaves it to the recipe."""
+    placement: str = ""
+    """Of a sequence over ``cp``; empty leaves it to the recipe."""
+    documents: bool = True
+    """Whether rows of data hold several documents."""
     changes: tuple[tuple[str, Any], ...] = ()
     """Other fields of the run by dotted name, with their values."""
 
@@ -81,11 +88,13 @@ class Row:
         if self.tied:
             own["model.tied"] = True
         if self.schedule:
-            own |= {"pipeline.schedule": self.schedule, "data.batch_size": 24, "data.sequence_length": 6}
+            own |= {"pipeline.schedule": self.schedule, "data.batch_size": 24}
+            own["data.sequence_length"] = 8 if config.dims.cp > 1 else 6  # cut in 2*cp*tp pieces
             if isinstance(config.model, DecoderConfig):
                 own["model.n_layers"] = self.layers
         if self.schedule == "auto":
             own["pipeline.costs"] = "F=1,I=1.3,W=0.6,comm=0.2"
+        own |= {f"context.{name}": getattr(self, name) for name in ("method", "placement") if getattr(self, name)}
         for name, value in [*own.items(), *self.changes]:
             config = changed(config, name, value)
         return config
@@ -98,7 +107,10 @@ class Row:
 
     def place(self) -> tuple[Any, ...]:
         """Sorts rows so that those of one pool are together, and in them those of one oracle."""
-        return self.world, bool(self.schedule), self.model, self.tied, self.layers if self.schedule else 0
+        staged = bool(self.schedule)
+        cut = staged and self.config.dims.cp > 1
+        layers = self.layers if staged else 0
+        return self.world, staged, cut, self.model, self.documents, self.tied, layers
 
     @property
     def world(self) -> int:
@@ -107,16 +119,18 @@ class Row:
 
     def __str__(self) -> str:
         words = [self.layout, self.model, f"zero{self.zero}", f"mb{self.microbatches}", self.recompute]
-        words += [Path(self.schedule).name] * bool(self.schedule) + ["tied"] * self.tied
+        words += [Path(name).name for name in (self.schedule, self.method, self.placement) if name]
+        words += ["tied"] * self.tied + ["one-document"] * (not self.documents)
         return " ".join([*words, *(f"{name.split('.', 1)[1]}={value}" for name, value in self.changes)])
 
 
 def row(layout: str, model: str = "moe", zero: int = 1, microbatches: int = 1, recompute: str = "none",
-        schedule: str = "", tied: bool = False, **changes: Any) -> Row:  # fmt: skip
+        schedule: str = "", tied: bool = False, method: str = "", placement: str = "", documents: bool = True,
+        **changes: Any) -> Row:  # fmt: skip
     """A row; ``changes`` have two underscores for each dot."""
     dotted = tuple((name.replace("__", "."), value) for name, value in changes.items())
     return Row(layout=layout, model=model, zero=zero, microbatches=microbatches, recompute=recompute, schedule=schedule,
-               tied=tied, changes=dotted)  # fmt: skip
+               tied=tied, method=method, placement=placement, documents=documents, changes=dotted)  # fmt: skip
 
 
 def full() -> Iterator[Row]:

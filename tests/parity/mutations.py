@@ -285,8 +285,8 @@ def loss_of_own_rows(mesh: Mesh) -> AbstractContextManager[Any]:
 @mutation(row("fsdp2"), "gradient", worst="router", first="layers.2 (gradient")
 def balance_loss_over_local_sequences(mesh: Mesh) -> AbstractContextManager[Any]:
     """The balance loss is a mean over this rank's sequences."""
-    real = batch.cut
-    return patch.object(batch, "cut", lambda rows, tensors, parts, n, total: real(rows, tensors, parts, n, total // 2))
+    real = batch.microbatches
+    return patch.object(batch, "microbatches", lambda shares, n, total: real(shares, n, total // 2))
 
 
 @mutation(row("tp2"), "gradient", worst="router", first="layers.2 (gradient")
@@ -405,24 +405,24 @@ def samples_by_layout(mesh: Mesh) -> AbstractContextManager[Any]:
 @mutation(row("fsdp2", "dense"), "loss", first="layers.0")
 def documents_ignored(mesh: Mesh) -> AbstractContextManager[Any]:
     """Attention crosses the documents of a row."""
-    real = batch.cut
+    real = batch.microbatches
 
-    def cut(*args: Any) -> Iterator[Any]:
+    def microbatches(*args: Any) -> Iterator[Any]:
         return (replace(mb, documents=None) for mb in real(*args))
 
-    return patch.object(batch, "cut", cut)
+    return patch.object(batch, "microbatches", microbatches)
 
 
 @mutation(row("fsdp2", "dense"), "loss", first="layers.0")
 def mask_of_first_row(mesh: Mesh) -> AbstractContextManager[Any]:
     """All rows of a microbatch attend by the first row's documents."""
-    real = batch.cut
+    real = batch.microbatches
 
-    def cut(*args: Any) -> Iterator[Any]:
+    def microbatches(*args: Any) -> Iterator[Any]:
         for mb in real(*args):
             yield replace(mb, documents=None if mb.documents is None else mb.documents[:1].expand_as(mb.documents))
 
-    return patch.object(batch, "cut", cut)
+    return patch.object(batch, "microbatches", microbatches)
 
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------

@@ -61,7 +61,8 @@ def mutation(
     return register
 
 
-def planted(context: RankContext, plant: Plant, config: RunConfig, steps: int, tolerance: float) -> Report | None:
+def planted(context: RankContext, plant: Plant, config: RunConfig, steps: int, tolerance: float,
+            documents: bool = True) -> Report | None:  # fmt: skip
     """One rank's part of verifying ``config`` with a mistake in every run but the oracle's."""
     real = verify.run_steps
 
@@ -72,7 +73,7 @@ def planted(context: RankContext, plant: Plant, config: RunConfig, steps: int, t
             return real(config, mesh, *args, **kwargs)
 
     with patch.object(verify, "run_steps", run_steps):
-        return verify.verify_rank(context, config, steps, tolerance)
+        return verify.verify_rank(context, config, steps, tolerance, documents)
 
 
 def own_value(x: Tensor, axis: Any) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 from fivefold.mesh.pool import Pool, PoolError
 from fivefold.tools.verify import TOLERANCE, Report, verify_rank
 
-from . import mutations, pipeline_mutations
+from . import context_mutations, mutations, pipeline_mutations
 from .grid import STEPS, Row
 from .planting import MUTATIONS, planted
 
@@ -28,11 +28,12 @@ def is_right(report: Report, field: str) -> bool:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mistake_is_found(pool: Pools, name: str) -> None:
     m = MUTATIONS[name]
+    arguments = m.plant, m.row.config, STEPS, LIMIT, m.row.documents
     if m.raises:
         with pytest.raises(PoolError, match=m.raises):
-            pool(m.row.world).run(planted, m.plant, m.row.config, STEPS, LIMIT)
+            pool(m.row.world).run(planted, *arguments)
         return
-    report = pool(m.row.world).run(planted, m.plant, m.row.config, STEPS, LIMIT)[0]
+    report = pool(m.row.world).run(planted, *arguments)[0]
     assert not report.passed, report
     assert [field for field in m.wrong if is_right(report, field)] == [], report
     assert [field for field in m.right if not is_right(report, field)] == [], report
@@ -43,10 +44,11 @@ def test_mistake_is_found(pool: Pools, name: str) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_row_passes_without(pool: Pools, row: Row) -> None:
-    assert pool(row.world).run(verify_rank, row.config, STEPS, LIMIT)[0].passed
+    assert pool(row.world).run(verify_rank, row.config, STEPS, LIMIT, row.documents)[0].passed
 
 
 def test_one_for_every_rule_and_more() -> None:
-    assert {m.plant.__module__ for m in MUTATIONS.values()} == {mutations.__name__, pipeline_mutations.__name__}
-    assert len(MUTATIONS) >= 70
+    modules = (mutations, pipeline_mutations, context_mutations)
+    assert {m.plant.__module__ for m in MUTATIONS.values()} == {module.__name__ for module in modules}
+    assert len(MUTATIONS) >= 95
     assert all(m.wrong or m.raises for m in MUTATIONS.values())

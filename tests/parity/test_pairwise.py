@@ -8,23 +8,24 @@ from typing import Any
 
 import pytest
 
+from fivefold.config.context import METHODS, PLACEMENTS
 from fivefold.mesh.pool import Pool
 from fivefold.schedule.named import NAMES
 from fivefold.schedule.plan import check_run
 from fivefold.tools.verify import TOLERANCE, Report, verify_rank
 
-from . import pipelines
+from . import contexts, pipelines
 from .grid import EXTRAS, LAYOUTS, OPTIONS, STEPS, Row, cover, full, pairwise
 
 Pools = Callable[[int], Pool]
-COVER, PIPELINES = cover(), pipelines.cover()
-ROWS = sorted([*COVER, *EXTRAS, *PIPELINES, *pipelines.EXTRAS], key=Row.place)
+COVER, PIPELINES, CONTEXTS = cover(), pipelines.cover(), contexts.cover()
+ROWS = sorted([*COVER, *EXTRAS, *PIPELINES, *pipelines.EXTRAS, *CONTEXTS, *contexts.EXTRAS], key=Row.place)
 """Each pool's rows together, and in them those of each oracle."""
 
 
 def verified(pool: Pools, row: Row) -> Report:
     """The report of one row."""
-    return pool(row.world).run(verify_rank, row.config, STEPS, TOLERANCE["float64"])[0]
+    return pool(row.world).run(verify_rank, row.config, STEPS, TOLERANCE["float64"], row.documents)[0]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -36,7 +37,7 @@ def test_equals_one_rank(pool: Pools, row: Row) -> None:
 
 
 def test_rows_are_legal_and_distinct() -> None:
-    rows = [*full(), *pipelines.full(), *ROWS]
+    rows = [*full(), *pipelines.full(), *contexts.full(), *ROWS]
     assert [problem for row in rows for problem in check_run(row.config)] == []
     assert len({str(row) for row in ROWS}) == len(ROWS)
 
@@ -63,6 +64,21 @@ def test_full_grid_of_pipelines_is_what_it_says() -> None:
     check_pairs(rows, pipelines.OPTIONS, pipelines.legal)
 
 
+def test_full_grid_of_cut_sequences_is_every_combination() -> None:
+    rows = list(contexts.full())
+    wanted = {
+        (layout, model, method, placement, documents)
+        for layout in contexts.LAYOUTS
+        for model, methods in (("moe", METHODS), ("dense", ("ring", "all_gather", "ulysses")))
+        for method in methods
+        for placement in PLACEMENTS
+        for documents in (True, False)
+    }
+    assert len(rows) == len(wanted) == 7 * (4 + 3) * 3 * 2 == 294
+    assert {(row.layout, row.model, row.method, row.placement, row.documents) for row in rows} == wanted
+    check_pairs(rows, contexts.OPTIONS | {"model": ("moe", "dense")}, contexts.legal)
+
+
 def check_pairs(rows: Sequence[Row], options: Mapping[str, Sequence[Any]], legal: Callable[..., bool]) -> None:
     """Every two values that can meet do."""
     met = {pair for row in rows for pair in combinations([(n, getattr(row, n)) for n in options], 2)}
@@ -77,6 +93,8 @@ def test_covers_hold_every_pair_and_are_small() -> None:
     assert len(COVER) <= 36  # 30 is the least: layouts times models or ZeRO stages
     check_pairs(PIPELINES, pipelines.OPTIONS, pipelines.legal)
     assert len(PIPELINES) == 80  # the least: schedules times microbatches
+    check_pairs(CONTEXTS, contexts.OPTIONS, contexts.legal)
+    assert len(CONTEXTS) <= 36  # 28 is the least: layouts times methods
 
 
 @pytest.mark.parametrize(
