@@ -15,7 +15,7 @@ import torch
 
 from fivefold.schedule.named import NAMES
 
-from . import collectives, engine, pipeline, simulation, startup, steps, traffic
+from . import collectives, context, engine, pipeline, simulation, startup, steps, traffic
 from .table import Table
 from .work import MODELS
 
@@ -63,7 +63,7 @@ def _startup(quick: bool, say: Say) -> Iterator[Table]:
 
 
 SECTIONS = {"steps": _steps, "engine": _engine, "pipeline": _pipeline, "simulation": _simulation,
-            "collectives": _collectives, "bytes": _bytes, "startup": _startup}  # fmt: skip
+            "context": context.measure, "collectives": _collectives, "bytes": _bytes, "startup": _startup}  # fmt: skip
 
 
 def _load() -> str:

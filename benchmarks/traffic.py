@@ -181,7 +181,7 @@ def statistics(config: RunConfig) -> Counter[Key]:
     dims, m, total = config.dims, config.model, Counter()
     assert isinstance(m, DecoderConfig)
     layers = sum(m.is_moe(i) for i in range(m.n_layers))
-    sums = [("ddp+fsdp", dims.data, 1), ("pp+ddp+fsdp+cp", dims.pp * dims.data, dims.data),
+    sums = [("ddp+fsdp+cp", dims.data, 1), ("pp+ddp+fsdp+cp", dims.pp * dims.data, dims.data),
             ("pp+fsdp+cp+tp", dims.pp * dims.fsdp * dims.tp, 1)]  # fmt: skip
     if m.moe is not None:
         sums.append(("pp+ddp+fsdp+cp+tp", dims.world, layers * m.moe.n_experts + 2))

@@ -55,12 +55,28 @@ def _run(model: DecoderConfig) -> RunConfig:
     )
 
 
+def on_one_row(model: str, layout: str, method: str, length: int) -> RunConfig:
+    """The model's run on one row of ``length`` tokens, with a method of context parallelism."""
+    config = MODELS[model]()
+    data = config.data.model_copy(update={"batch_size": 1, "sequence_length": length})
+    context = config.context.model_copy(update={"method": method})
+    return config.model_copy(update={"parallel": layout, "data": data, "context": context})
+
+
 class UniformRows:
-    """Random ids in whole rows, every token a target, as the plain loop has them; ``data.files=random`` is ragged."""
+    """Random ids in whole rows, every token a target, as the plain loop has them; ``data.files=random`` is ragged.
+
+    Args:
+        n_rows, length: of a step.
+    """
+
+    def __init__(self, n_rows: int = ROWS, length: int = LENGTH) -> None:
+        self._shape = n_rows, length
 
     def rows(self, step: int, start: int, stop: int) -> Rows:
         """Rows ``[start, stop)`` of a step's batch."""
-        ids = np.random.default_rng(step).integers(IDS, size=(ROWS, LENGTH + 1))[start:stop]
-        at = np.broadcast_to(np.arange(LENGTH), (len(ids), LENGTH)).copy()
+        n_rows, length = self._shape
+        ids = np.random.default_rng(step).integers(IDS, size=(n_rows, length + 1))[start:stop]
+        at = np.broadcast_to(np.arange(length), (len(ids), length)).copy()
         return Rows(tokens=ids[:, :-1].copy(), targets=ids[:, 1:].copy(), positions=at,
-                    documents=np.zeros((len(ids), LENGTH), np.int32), single_document=True)  # fmt: skip
+                    documents=np.zeros((len(ids), length), np.int32), single_document=True)  # fmt: skip

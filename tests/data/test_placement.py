@@ -28,11 +28,17 @@ def imbalance(documents: np.ndarray, n: int, placement: str) -> float:
     return work.max() / work.mean()
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 3), st.sampled_from(sorted(PLACEMENTS)))
-def test_every_column_is_on_one_rank(n: int, pieces: int, rows: int, name: str) -> None:
-    documents = packed(rows, 2 * n * pieces, 7.0, pieces)
-    check_columns(PLACEMENTS[name](documents, n), rows, documents.shape[1], n, name)
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(1, 5), st.integers(1, 40), st.sampled_from(sorted(PLACEMENTS)))
+def test_every_column_is_on_one_rank(data: st.DataObject, n: int, pieces: int, name: str) -> None:
+    width = 2 * n * pieces
+    starts = data.draw(st.lists(st.sets(st.integers(1, width - 1), max_size=8), min_size=1, max_size=3))
+    documents = np.array([np.isin(np.arange(width), list(s)).cumsum() for s in starts], np.int32)
+    columns = PLACEMENTS[name](documents, n)
+    assert columns.shape == (n, len(starts), width // n)
+    assert (np.diff(columns, axis=2) > 0).all()
+    assert (np.sort(np.concatenate(list(columns), 1), 1) == np.arange(width)).all()
+    check_columns(columns, len(starts), width, n, name)
 
 
 def test_keys_seen_are_counted() -> None:

@@ -9,20 +9,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fivefold.config import locate
 from fivefold.config.model import DecoderConfig
 from fivefold.config.run import RunConfig
-from fivefold.data.placement import PLACEMENTS
+from fivefold.data.placement import PLACEMENTS, Columns
 from fivefold.data.rows import IGNORE, Rows
 from fivefold.data.synthetic import Synthetic
-from fivefold.layers.context import METHODS, work
+from fivefold.layers.context import context_attention, work
 from fivefold.layers.context.base import Heads, KeyValues, Latent
 from fivefold.layers.microbatch import Holders, MicroBatch
+from fivefold.mesh.axis import Axis
 from fivefold.mesh.collectives import gather_values
 from fivefold.mesh.mesh import Mesh
 from fivefold.mesh.pool_worker import RankContext
 from fivefold.mesh.run import Run
 from fivefold.models.builder import build_parts
 from fivefold.observe.recorder import FlightRecorder
+from fivefold.tools.verify import run_steps
 from fivefold.train.batch import Batches, Cutter
 from fivefold.train.state import build_state
 from tests.helpers import forward, materialise, microbatch
@@ -74,34 +77,108 @@ def dense(x: Tensors, packed: bool) -> Tensors:
     return {"y": y.detach(), **{n: t.grad for n, t in leaves.items() if t.grad is not None}}
 
 
+def placed(name: str, of: np.ndarray, n: int) -> Columns:
+    """Columns by a placement's name, or by a user's own."""
+    return PLACEMENTS[name](of, n) if name in PLACEMENTS else locate.function(name, "context.placement")(of, n)
+
+
 def attended(context: RankContext, method: str, placement: str, heads: int, groups: int, packed: bool,
-             small: int | None = None) -> Tensors:  # fmt: skip
+             small: int | None = None, dtype: torch.dtype = torch.float64) -> Tensors:  # fmt: skip
     """The same by ``method`` over ``cp``, gathered."""
     mesh = context.mesh(f"cp{context.world}")
-    whole, of = inputs(heads, groups, latent=method == "latent"), documents(packed)
-    columns = PLACEMENTS[placement](of, context.world)
-    mine = torch.from_numpy(columns[mesh.cp.rank].copy())
-
-    def cut(x: Tensor) -> Tensor:
-        index = mine.view(*mine.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])
-        return x.gather(1, index).clone()
-
-    x = {n: (t if n == "weight" else cut(t)).clone().requires_grad_(n != "grad") for n, t in whole.items()}
-    mb = MicroBatch(tokens=torch.zeros_like(mine), targets=None, positions=cut(torch.from_numpy(positions(of))),
-                    documents=cut(torch.from_numpy(of)) if packed else None, n_targets=1, n_sequences=2,
-                    held=Holders(columns, of if packed else None))  # fmt: skip
+    whole, of = inputs(heads, groups, latent=method == "latent", dtype=dtype), documents(packed)
+    columns = placed(placement, of, context.world)
+    x = {n: (t if n == "weight" else cut(t, columns, mesh.cp)).clone().requires_grad_(n != "grad")
+         for n, t in whole.items()}  # fmt: skip
     with patch.object(work, "SMALL", work.SMALL if small is None else small):
-        y = METHODS[method](Run(mesh)).attend(x["q"], key_values(x), mb, SCALE)
+        y = context_attention(Run(mesh, context=method)).attend(x["q"], key_values(x), share(of, columns, mesh), SCALE)
         y.backward(x["grad"])
     found = {"y": y.detach(), **{n: t.grad for n, t in x.items() if t.grad is not None}}
-    return {n: gather_values(t, mesh.cp).sum(0) if n == "weight" else uncut(t, columns, mesh) for n, t in found.items()}
+    return {n: gather_values(t, mesh.cp).sum(0) if n == "weight" else uncut(t, columns, mesh.cp)
+            for n, t in found.items()}  # fmt: skip
 
 
-def uncut(x: Tensor, columns: np.ndarray, mesh: Mesh) -> Tensor:
+def share(of: np.ndarray, columns: Columns, mesh: Mesh, tokens: Tensor | None = None) -> MicroBatch:
+    """This rank's columns of rows with these documents; without targets."""
+    packed = bool(of.any())
+    one = cut(torch.from_numpy(positions(of)), columns, mesh.cp)
+    return MicroBatch(tokens=one if tokens is None else cut(tokens, columns, mesh.cp), targets=None, positions=one,
+                      documents=cut(torch.from_numpy(of), columns, mesh.cp) if packed else None, n_targets=1,
+                      n_sequences=len(of), held=Holders(columns, of if packed else None))  # fmt: skip
+
+
+def cut(x: Tensor, columns: Columns, axis: Axis) -> Tensor:
+    """This rank's columns of whole rows."""
+    mine = torch.from_numpy(columns[axis.rank].copy())
+    return x.gather(1, mine.view(*mine.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
+
+
+def uncut(x: Tensor, columns: Columns, axis: Axis) -> Tensor:
     """Whole rows from each rank's columns."""
     order = torch.from_numpy(np.concatenate(columns, 1).argsort(1))
-    rows = torch.cat(list(gather_values(x, mesh.cp)), 1)
+    rows = torch.cat(list(gather_values(x, axis)), 1)
     return rows.gather(1, order.view(*order.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
+
+
+class Cut(torch.autograd.Function):
+    """Whole rows that all ranks have alike to this rank's columns, I -> S, and back: its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, columns: Columns, axis: Axis) -> Tensor:
+        ctx.how = columns, axis
+        return cut(x, columns, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return uncut(grad.contiguous(), *ctx.how), None, None
+
+
+class Uncut(torch.autograd.Function):
+    """This rank's columns to whole rows that all ranks have alike, S -> I."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, columns: Columns, axis: Axis) -> Tensor:
+        ctx.how = columns, axis
+        return uncut(x, columns, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return cut(grad, *ctx.how), None, None
+
+
+class Shared(torch.autograd.Function):
+    """A weight that all ranks have alike and each uses for its own columns, I -> R."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gather_values(grad.contiguous(), ctx.axis).sum(0), None
+
+
+def gradchecked(context: RankContext, method: str, placement: str, heads: int, groups: int, packed: bool) -> bool:
+    """Whether gradients of whole rows' result by whole rows' inputs are those of finite differences.
+
+    Every rank checks the same function of the same inputs, so all of them move the same element at a time. In random
+    directions, all elements at once: 3,000 elements would take minutes one by one.
+    """
+    mesh = context.mesh(f"cp{context.world}")
+    whole, of = inputs(heads, groups, latent=method == "latent"), documents(packed)
+    whole.pop("grad")
+    columns = placed(placement, of, context.world)
+    mb = share(of, columns, mesh)
+    attention = context_attention(Run(mesh, context=method))
+
+    def function(*given: Tensor) -> Tensor:
+        x = dict(zip(whole, given, strict=True))
+        mine = {n: Shared.apply(t, mesh.cp) if n == "weight" else Cut.apply(t, columns, mesh.cp) for n, t in x.items()}
+        return Uncut.apply(attention.attend(mine["q"], key_values(mine), mb, SCALE), columns, mesh.cp)  # type: ignore[return-value, arg-type]
+
+    leaves = [t.requires_grad_() for t in whole.values()]
+    return torch.autograd.gradcheck(function, leaves, rtol=1e-6, atol=1e-8, fast_mode=True, raise_exception=False)
 
 
 class OneRow:
@@ -115,12 +192,19 @@ class OneRow:
                     single_document=True)  # fmt: skip
 
 
+def only_the_first(documents: np.ndarray, n: int) -> np.ndarray:
+    """No placement: every rank holds the first columns."""
+    rows, width = documents.shape
+    return np.broadcast_to(np.arange(width // n), (n, rows, width // n))
+
+
 def labels(context: RankContext, config: RunConfig) -> tuple[list[int], list[int]]:
     """Tokens and labels of the row in order of columns, put together from all ranks."""
     mesh = context.mesh(config.parallel)
-    (share,) = Cutter(config, mesh).shares(OneRow().rows(1, 0, 1))
-    assert share.held is not None
-    return tuple(uncut(share.tensors[n], share.held.columns, mesh)[0].tolist() for n in ("tokens", "targets"))
+    (part,) = Cutter(config, mesh).shares(OneRow().rows(1, 0, 1))
+    assert part.held is not None
+    tokens, targets = (uncut(part.tensors[n], part.held.columns, mesh.cp)[0] for n in ("tokens", "targets"))
+    return tokens.tolist(), targets.tolist()
 
 
 def logits(context: RankContext, config: RunConfig, tokens: Tensor, of: np.ndarray | None) -> Tensor:
@@ -134,19 +218,21 @@ def logits(context: RankContext, config: RunConfig, tokens: Tensor, of: np.ndarr
     if mesh.cp.size == 1:
         with torch.no_grad():
             return forward(parts.values(), microbatch(tokens, documents=None if of is None else torch.from_numpy(of)))
-    columns = PLACEMENTS[config.context.placement](np.zeros(tokens.shape, np.int32) if of is None else of, mesh.cp.size)
-    mine = torch.from_numpy(columns[mesh.cp.rank].copy())
-    at = torch.from_numpy(positions(np.zeros(tokens.shape, np.int32) if of is None else of)).gather(1, mine)
-    mb = MicroBatch(tokens=tokens.gather(1, mine), targets=None, positions=at,
-                    documents=None if of is None else torch.from_numpy(of).gather(1, mine), n_targets=1,
-                    n_sequences=len(tokens), held=Holders(columns, of))  # fmt: skip
+    of = np.zeros(tokens.shape, np.int32) if of is None else of
+    columns = placed(config.context.placement, of, mesh.cp.size)
     with torch.no_grad():
-        return uncut(forward(parts.values(), mb), columns, mesh)
+        return uncut(forward(parts.values(), share(of, columns, mesh, tokens)), columns, mesh.cp)
 
 
 def call(context: RankContext, calls: list[tuple[Any, ...]]) -> list[Any]:
     """Several cases of this module in one call of the pool: ``(name, *arguments)``."""
     return [globals()[name](context, *rest) for name, *rest in calls]
+
+
+def trained(context: RankContext, config: RunConfig) -> tuple[float, Tensors]:
+    """Loss and whole gradients of a step."""
+    found = run_steps(config, context.mesh(config.parallel), 1)
+    return found.losses[0], found.gradients
 
 
 def attention_bytes(context: RankContext, config: RunConfig) -> float:

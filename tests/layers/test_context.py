@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from dataclasses import replace
+from itertools import cycle, pairwise
 from unittest.mock import patch
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.config.context import costs
+from fivefold.config.errors import ConfigError
 from fivefold.config.run import RunConfig
 from fivefold.data.placement import PLACEMENTS, balanced, contiguous, zigzag
 from fivefold.data.rows import IGNORE
@@ -22,20 +24,20 @@ from fivefold.mesh.mesh import Mesh
 from fivefold.mesh.pool import Pool
 from fivefold.ops.blocks import CAUSAL, FULL, MASKED
 from fivefold.recipes.tiny import dense_tiny, moe_tiny
+from fivefold.train.batch import Cutter
 from tests.helpers import error
 from tests.layers import context_cases as cases
-from tests.parity.grid import changed
+from tests.parity import own_context
+from tests.parity.grid import changed, row
 
 Pools = Callable[[int], Pool]
+MASKS = f"{own_context.__file__}:masked"
+"""A user's own method."""
+STRIPED = f"{own_context.__file__}:striped"
+"""A user's own placement, which deals out single tokens."""
 
 
 # ---- which pairs -----------------------------------------------------------------------------------------------------
-
-
-def striped(documents: np.ndarray, n: int) -> np.ndarray:
-    """A placement that deals out single tokens."""
-    rows, width = documents.shape
-    return np.broadcast_to(np.arange(width).reshape(-1, n).T[:, None], (n, rows, width // n))
 
 
 @st.composite
@@ -54,7 +56,7 @@ def packed(draw: st.DrawFn) -> tuple[np.ndarray, int, str]:
 @given(packed(), st.sampled_from([0, 3, 100]), st.sampled_from([0, 2, 100]))
 def test_all_pairs_that_may_meet_do_and_once(rows: tuple[np.ndarray, int, str], small: int, steps: int) -> None:
     documents, n, name = rows
-    columns = PLACEMENTS.get(name, striped)(documents, n)
+    columns = PLACEMENTS.get(name, own_context.striped)(documents, n)
     n_rows, width = documents.shape
     met = np.zeros((n_rows, width, width), int)
     with patch.object(work, "SMALL", small), patch.object(work, "STEPS", steps):
@@ -95,17 +97,20 @@ def test_a_row_of_one_document_is_one_call_a_block() -> None:
 
 # ---- what is computed ------------------------------------------------------------------------------------------------
 
-HEADS = {"ring": (4, 2), "all_gather": (4, 2), "ulysses": (12, 12), "latent": (4, 4)}
+
+def heads(method: str, world: int) -> tuple[int, int]:
+    """Query and key heads of a case; whole rows need as many of both as ranks divide."""
+    return {"ulysses": (12, 12 if world == 3 else 4), "latent": (4, 4)}.get(method, (4, 2))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "own"])
 def test_every_method_is_the_definition(pool: Pools, method: str, world: int) -> None:
-    heads, groups = HEADS[method]
-    kinds = [(name, is_packed, small) for name in PLACEMENTS for is_packed in (False, True)
-             for small in ((None, 0, 2) if is_packed else (None,))]  # fmt: skip
-    calls = [("attended", method, name, heads, groups, is_packed, small) for name, is_packed, small in kinds]
-    expected = {is_packed: cases.dense(cases.inputs(heads, groups, latent=method == "latent"), is_packed)
+    name, shape = MASKS if method == "own" else method, heads(method, world)
+    kinds = [(placement, is_packed, small) for placement in (*PLACEMENTS, STRIPED) for is_packed in (False, True)
+             for small in ((None, 0, 2) if is_packed and method != "own" else (None,))]  # fmt: skip
+    calls = [("attended", name, placement, *shape, is_packed, small) for placement, is_packed, small in kinds]
+    expected = {is_packed: cases.dense(cases.inputs(*shape, latent=method == "latent"), is_packed)
                 for is_packed in (False, True)}  # fmt: skip
     for found in pool(world).run(cases.call, calls):
         for (_, is_packed, _), tensors in zip(kinds, found, strict=True):
@@ -113,18 +118,25 @@ def test_every_method_is_the_definition(pool: Pools, method: str, world: int) ->
             assert max(error(tensors[n], x) for n, x in expected[is_packed].items()) < 1e-10
 
 
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_method_passes_gradcheck(pool: Pools, world: int) -> None:
+    """Finite differences of whole rows, causal and with documents of 5, 1, 9, 1 and 8 tokens."""
+    calls = [("gradchecked", method, placement, *heads(method, world), is_packed)
+             for method in (*METHODS, MASKS) for placement in ("zigzag", "balanced") for is_packed in (False, True)
+             ]  # fmt: skip
+    for found in pool(world).run(cases.call, calls):
+        assert [call for call, passed in zip(calls, found, strict=True) if not passed] == []
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_gradients_are_those_of_finite_differences(method: str) -> None:
-    """What the definition above is held against: its own gradients, by differences of its result."""
-    heads, groups = HEADS[method]
-    x = cases.inputs(heads, groups, latent=method == "latent")
-    found, step = cases.dense(x, True), 1e-6
-    generator = torch.Generator().manual_seed(0)
-    for name in set(x) - {"grad"}:
-        along = torch.randn(x[name].shape, generator=generator, dtype=torch.float64)
-        ends = [cases.dense({**x, name: x[name] + sign * step * along}, True)["y"] for sign in (1, -1)]
-        slope = ((ends[0] - ends[1]) * x["grad"]).sum() / (2 * step)
-        assert slope.item() == pytest.approx((found[name] * along).sum().item(), rel=1e-6)
+def test_low_precision_is_near_the_definition(pool: Pools, method: str) -> None:
+    """bfloat16 over four ranks: as near as one rounding of inputs and result."""
+    shape = heads(method, 4)
+    rounded = {n: t.double() for n, t in cases.inputs(*shape, latent=method == "latent", dtype=torch.bfloat16).items()}
+    expected = cases.dense(rounded, True)
+    for found in pool(4).run(cases.attended, method, "zigzag", *shape, True, 0, torch.bfloat16):
+        assert {t.dtype for t in found.values()} == {torch.bfloat16}
+        assert max(error(found[n].double(), x) for n, x in expected.items()) < 2e-2
 
 
 def test_a_method_is_only_needed_where_rows_are_cut() -> None:
@@ -152,24 +164,66 @@ def long(config: RunConfig) -> RunConfig:
 @pytest.mark.parametrize("model", ["dense", "moe"])
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_documents_do_not_see_each_other(pool: Pools, cp: int, model: str) -> None:
+    """Each token of the first document is changed in turn; every document's logits are those it has alone."""
     config = long(dense_tiny() if model == "dense" else moe_tiny())
-    methods = ("ring", "all_gather") if model == "dense" else ("ring", "latent")
     of = cases.documents(True)[:1]
     tokens = torch.randint(0, 37, (1, 24), generator=torch.Generator().manual_seed(5))
-    other = tokens.clone()
-    other[0, :5] = (other[0, :5] + 1) % 37
+    others = [tokens.clone() for _ in range(cases.LENGTHS[0])]
+    for i, other in enumerate(others):
+        other[0, i] = (other[0, i] + 1) % 37
     edges = np.concatenate([[0], np.cumsum(cases.LENGTHS)])
     alone = [pool(1).run(cases.logits, changed(config, "parallel", "single"), tokens[:, a:b], None)[0]
              for a, b in pairwise(edges.tolist())]  # fmt: skip
-    for method in methods if cp > 1 else methods[:1]:
-        run = changed(changed(config, "context.method", method), "parallel", f"cp{cp}" if cp > 1 else "single")
-        (before, after), *_ = pool(cp).run(cases.call, [("logits", run, x, of) for x in (tokens, other)])
+    methods = ("ring", "all_gather", "ulysses") if model == "dense" else METHODS
+    ways = zip(methods, cycle(PLACEMENTS)) if cp > 1 else [("auto", "zigzag")]
+    runs = [changed(changed(config, "context.method", a), "context.placement", b) for a, b in ways]
+    runs = [changed(run, "parallel", f"cp{cp}" if cp > 1 else "single") for run in runs]
+    found, *_ = pool(cp).run(cases.call, [("logits", run, x, of) for run in runs for x in (tokens, *others)])
+    later = edges[1]
+    for before, *after in (found[i : i + 1 + len(others)] for i in range(0, len(found), 1 + len(others))):
         assert error(before, torch.cat(alone, 1)) < 1e-12
-        assert not torch.equal(before[:, :5], after[:, :5])
-        if model == "dense":
-            assert torch.equal(before[:, 5:], after[:, 5:])
-        else:
-            assert error(after[:, 5:], before[:, 5:]) < 1e-12
+        for i, logits in enumerate(after):
+            assert not torch.equal(before[:, i:later], logits[:, i:later])
+            if model == "dense":
+                assert torch.equal(before[:, later:], logits[:, later:])
+            else:
+                assert error(logits[:, later:], before[:, later:]) < 1e-12
+
+
+def test_rows_and_placements_that_cannot_be_are_refused() -> None:
+    config = changed(changed(dense_tiny(), "parallel", "cp2"), "train.microbatches", 1)
+    mesh = Mesh(config.dims, 0, connect=False)
+    rows = cases.OneRow().rows(1, 0, 1)
+    back = replace(rows, documents=np.repeat([0, 1, 0], [4, 4, 8]).astype(np.int32)[None])
+    with pytest.raises(ConfigError) as found:
+        Cutter(config, mesh).shares(back)
+    assert found.value.problems == (
+        "documents[0, 8]=0 goes back in its row (documents[0, 7]=1). Number the documents of a row in ascending order.",
+    )
+    config = changed(config, "context.placement", f"{cases.__file__}:only_the_first")
+    with pytest.raises(ConfigError, match="only_the_first leaves out a column, or gives it twice"):
+        Cutter(config, mesh).shares(rows)
+
+
+# ---- how a rank runs it ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "method"), [("dense", "ring"), ("dense", "ulysses"), ("moe", "latent")])
+def test_recompute_changes_nothing(pool: Pools, model: str, method: str) -> None:
+    config = changed(row("cp2", model, 3, 2).config, "context.method", method)
+    calls = [("trained", changed(config, "train.recompute", mode)) for mode in ("none", "full", "ops")]
+    for (loss, gradients), *again in pool(2).run(cases.call, calls):
+        for repeated_loss, repeated in again:
+            assert repeated_loss == loss
+            assert all(torch.equal(repeated[n], x) for n, x in gradients.items())
+
+
+def test_a_compiled_block_changes_nothing(pool: Pools) -> None:
+    config = row("cp2", "dense", 3, 1, method="ring", model__n_layers=1).config
+    calls = [("trained", changed(config, "train.compile", backend)) for backend in ("none", "aot_eager")]
+    for (loss, gradients), (compiled_loss, compiled) in pool(2).run(cases.call, calls):
+        assert compiled_loss == pytest.approx(loss, rel=1e-14)
+        assert max(error(compiled[n], x) for n, x in gradients.items()) < 1e-13
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
