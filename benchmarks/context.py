@@ -1,18 +1,19 @@
-"""Context parallelism: how even the work is, what each method takes, and where the latent beats the ring."""
+"""Context parallelism: how even the work is, what methods send, hold and take, and where the latent beats the ring."""
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.config.context import METHODS, costs
+from fivefold.config.context import MethodCost, costs
+from fivefold.config.counts import part_flops
 from fivefold.config.dims import ParallelDims
-from fivefold.config.run import RunConfig
+from fivefold.config.model import DecoderConfig
 from fivefold.data.placement import PLACEMENTS, keys_seen
-from fivefold.data.rows import Rows
 from fivefold.layers.context.work import work
 from fivefold.layers.microbatch import Holders
 from fivefold.mesh.pool import Pool
@@ -23,17 +24,19 @@ from fivefold.train.batch import Batches
 from fivefold.train.step import train_step
 
 from .contest import Contestant, compete, ratio
+from .context_counted import METHODS_OF, measure_bytes, measure_memory
 from .steps import make_state
 from .table import Table, seconds
-from .work import IDS, MODELS
+from .work import MODELS, UniformRows, on_one_row
 
 GOAL = 1.02
 """Largest work of a rank over the mean."""
-MEAN_LENGTH, SPREAD = 400.0, 1.2
+MEDIAN_LENGTH, SPREAD = 400.0, 1.2
 """Documents of packed rows: log-normal, of this median and this standard deviation of the logarithm."""
+FLOPS_PER_S = 400e12
+"""Speed of a rank where the latent meets the ring."""
 LONG = 2048
 """Tokens of the one row of the contest of methods."""
-METHODS_OF = {"llama": tuple(m for m in METHODS if m != "latent"), "dsv3": METHODS}
 
 
 # ---- even work -------------------------------------------------------------------------------------------------------
@@ -42,7 +45,7 @@ METHODS_OF = {"llama": tuple(m for m in METHODS if m != "latent"), "dsv3": METHO
 def packed_rows(rows: int, length: int) -> NDArray[np.int32]:
     """Documents of each token ``[rows, length]``."""
     random = np.random.default_rng(0)
-    lengths = np.maximum(1, random.lognormal(np.log(MEAN_LENGTH), SPREAD, (rows, length)).astype(int))
+    lengths = np.maximum(1, random.lognormal(np.log(MEDIAN_LENGTH), SPREAD, (rows, length)).astype(int))
     return np.stack([np.repeat(np.arange(length, dtype=np.int32), row)[:length] for row in lengths])
 
 
@@ -75,29 +78,11 @@ def imbalance(documents: NDArray[np.int32], n: int, placement: str) -> tuple[flo
 # ---- the time of a step ----------------------------------------------------------------------------------------------
 
 
-class LongRow:
-    """One row of random ids, every token a target."""
-
-    def rows(self, step: int, start: int, stop: int) -> Rows:
-        """Rows ``[start, stop)`` of a step's batch."""
-        ids = np.random.default_rng(step).integers(IDS, size=(1, LONG + 1))
-        return Rows(tokens=ids[:, :-1].copy(), targets=ids[:, 1:].copy(), positions=np.arange(LONG)[None],
-                    documents=np.zeros((1, LONG), np.int32), single_document=True)  # fmt: skip
-
-
-def configured(model: str, layout: str, method: str) -> RunConfig:
-    """The model's run on one long row."""
-    config = MODELS[model]()
-    data = config.data.model_copy(update={"batch_size": 1, "sequence_length": LONG})
-    context = config.context.model_copy(update={"method": method})
-    return config.model_copy(update={"parallel": layout, "data": data, "context": context})
-
-
 def build_step(context: RankContext, model: str, layout: str, method: str) -> Callable[[], None]:
     """Our training step with its data."""
     keep_freed_memory()
-    state = make_state(configured(model, layout, method), context.mesh(layout))
-    batches = Batches(LongRow(), state.config, state.mesh)
+    state = make_state(on_one_row(model, layout, method, LONG), context.mesh(layout))
+    batches = Batches(UniformRows(1, LONG), state.config, state.mesh)
 
     def step() -> None:
         train_step(state, batches.batch(batches.rows(state.step + 1))).loss.item()
@@ -125,32 +110,59 @@ def measure_methods(models: Sequence[str], rounds: int, steps: int, say: Callabl
 # ---- the latent against the ring -------------------------------------------------------------------------------------
 
 
+def deepseek_v3(layout: str, length: int, link_gb_per_s: float = 1.0) -> tuple[MethodCost, MethodCost, bool]:
+    """Costs of ring and latent on rows of ``length`` tokens, and whether over that link the latent is the faster."""
+    recipe = load("deepseek_v3").config
+    data = recipe.data.model_copy(update={"sequence_length": length})
+    found = costs(recipe.model_copy(update={"parallel": layout, "data": data}), ParallelDims.parse(layout))
+    ring, latent = (found[name] for name in ("ring", "latent"))
+    slower, faster = (cost.seconds(link_gb_per_s * 1e9, FLOPS_PER_S) for cost in (ring, latent))
+    return ring, latent, faster < slower
+
+
 def measure_latent(layouts: Sequence[str], lengths: Sequence[int]) -> Table:
     """DeepSeek-V3: bytes, extra operations, and the rate of a link below which the latent is the faster."""
     table = Table("DeepSeek-V3, one attention layer and row on a rank: latent against ring, zigzag, bfloat16",
-                  ("layout", "tokens", "ring bytes / latent bytes", "latent extra operations",
-                   "latent wins below, at 400 TFLOP/s"))  # fmt: skip
-    recipe = load("deepseek_v3").config
+                  ("layout", "tokens", "ring MB", "latent MB", "ring / latent", "extra operations, of attention's",
+                   "of the layer's", "latent wins below"))  # fmt: skip
+    model = load("deepseek_v3").config.model
+    assert isinstance(model, DecoderConfig)
     for layout in layouts:
-        dims = ParallelDims.parse(layout)
+        ranks = ParallelDims.parse(layout).cp * ParallelDims.parse(layout).tp
         for length in lengths:
-            data = recipe.data.model_copy(update={"sequence_length": length})
-            found = costs(recipe.model_copy(update={"parallel": layout, "data": data}), dims)
-            ring, latent = found["ring"], found["latent"]
-            extra = latent.extra_flops / latent.attention_flops
-            computing = (latent.attention_flops + latent.extra_flops) / 400e12
+            ring, latent, _ = deepseek_v3(layout, length)
+            layer = part_flops(model, length)[f"layers.{model.n_layers - 1}"] * length / ranks
+            computing = (latent.attention_flops + latent.extra_flops) / FLOPS_PER_S
             rate = ring.sent_bytes / computing  # there the ring's messages take as long as the latent's operations
-            cells = (
-                f"{ring.sent_bytes / latent.sent_bytes:.1f}",
-                f"{extra:.1%} of attention's",
-                f"{rate / 1e9:,.1f} GB/s",
-            )
+            cells = (f"{ring.sent_bytes / 1e6:,.1f}", f"{latent.sent_bytes / 1e6:,.1f}",
+                     f"{ring.sent_bytes / latent.sent_bytes:.1f}", f"{latent.extra_flops / latent.attention_flops:.1%}",
+                     f"{latent.extra_flops / layer:.1%}", f"{rate / 1e9:,.1f} GB/s")  # fmt: skip
             table.add(layout, f"{length:,}", *cells, data={"ring": asdict(ring), "latent": asdict(latent)})
     return table
+
+
+def measure_crossover(layouts: Sequence[str], links_gb_per_s: Sequence[float]) -> Table:
+    """DeepSeek-V3: the longest rows on which the latent is the faster, by the rate of the link."""
+    title = "DeepSeek-V3: tokens of a row up to which the latent is faster than the ring, by the link's rate"
+    table = Table(title, ("layout", *(f"{rate:g} GB/s" for rate in links_gb_per_s)))
+    for layout in layouts:
+        table.add(layout, *(f"{longest_row_of_latent(layout, rate):,}" for rate in links_gb_per_s))
+    return table
+
+
+def longest_row_of_latent(layout: str, link_gb_per_s: float) -> int:
+    """Tokens of the longest row, in steps of 1,024, on which the latent is the faster; 0 if there is none."""
+    rows = range(1, 2**14)
+    return 1024 * bisect(rows, False, key=lambda n: not deepseek_v3(layout, 1024 * n, link_gb_per_s)[2])
 
 
 def measure(quick: bool, say: Callable[[str], None]) -> Iterator[Table]:
     """All tables."""
     yield measure_balance([1024] if quick else [4096, 16384], [2] if quick else [2, 4, 8])
-    yield measure_latent(["cp8"] if quick else ["cp8", "cp8-tp8"], [4096] if quick else [4096, 32768, 131072])
-    yield measure_methods(["llama"] if quick else list(MODELS), 2 if quick else 7, 1, say)
+    yield measure_bytes(["cp2"] if quick else ["cp2", "cp4", "cp2-tp2"], say)
+    models = ["llama"] if quick else list(MODELS)
+    yield measure_memory(models, [256] if quick else [1024, 2048, 4096], [1, 2] if quick else [1, 2, 4], say)
+    layouts = ["cp8"] if quick else ["cp8", "cp8-tp8"]
+    yield measure_latent(layouts, [4096] if quick else [4096, 32768, 131072])
+    yield measure_crossover(layouts, [50] if quick else [25, 50, 100, 200, 450])
+    yield measure_methods(models, 2 if quick else 7, 1, say)
