@@ -76,11 +76,21 @@ def measure_bytes(layouts: Sequence[str], say: Callable[[str], None]) -> Table:
 # ---- bytes of activations --------------------------------------------------------------------------------------------
 
 
+def counted(model: str, layout: str, method: str, length: int, recompute: str = "none") -> RunConfig:
+    """A run whose parameters stay gathered between microbatches."""
+    config = on_one_row(model, layout, method, length)
+    train = config.train.model_copy(update={"recompute": recompute, "zero": 1, "small_buffer": 0})
+    return config.model_copy(update={"train": train})
+
+
 def peak_bytes(context: RankContext, config: RunConfig) -> int:
     """Peak bytes of tensors on this rank in a microbatch, beyond what lives before it.
 
     It is the second of a step: parameters are gathered and stay so, and the sums of gradients live already. So what is
     counted is activations, what attention has in hand, and the gradients of one matrix at a time.
+
+    Args:
+        config: of ``counted``.
     """
     with Live() as live:
         state, batch = _first_step(config, context, FlightRecorder())
@@ -124,9 +134,8 @@ def measure_memory(models: Sequence[str], lengths: Sequence[int], ranks: Sequenc
 def _largest(pools: dict[int, Pool], model: str, recompute: str, length: int, say: Callable[[str], None], n: int,
              method: str) -> int:  # fmt: skip
     say(f"memory: {model} {recompute} {length} cp{n} {method}")
-    config = on_one_row(model, f"cp{n}" if n > 1 else "single", method, length)
-    train = config.train.model_copy(update={"recompute": recompute, "zero": 1, "small_buffer": 0})
-    return max(pools[n].run(peak_bytes, config.model_copy(update={"train": train})))
+    config = counted(model, f"cp{n}" if n > 1 else "single", method, length, recompute)
+    return max(pools[n].run(peak_bytes, config))
 
 
 def _mib(n: int) -> str:

@@ -89,7 +89,7 @@ def _run(argv: list[str]) -> int:
             return _help(parsers[command], args)
         if args.recipe is None:
             raise ConfigError([f"RECIPE is missing. Use {recipes.choices()}."])
-        given |= _parallel(args)
+        given |= _shorthands(args)
         given |= _stray(stray)
     else:
         args = parser.parse_args(argv)
@@ -132,9 +132,10 @@ def _help(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     return 0
 
 
-def _parallel(args: argparse.Namespace) -> dict[str, str]:
-    """The layout as an override, where the command takes just one."""
-    return {"parallel": args.parallel} if isinstance(args.parallel, str) else {}
+def _shorthands(args: argparse.Namespace) -> dict[str, str]:
+    """The command's own options that set a field, as overrides; the layout where it takes just one."""
+    values = {"parallel": args.parallel, "train.init_from": getattr(args, "init_from", None)}
+    return {name: value for name, value in values.items() if isinstance(value, str)}
 
 
 def _stray(words: Sequence[str]) -> dict[str, str]:

@@ -28,6 +28,7 @@ EXAMPLES = (
     "fivefold train moe_demo",
     "fivefold train moe_demo --parallel fsdp2-tp2 --train.steps 200 --optim.lr 1e-3",
     "fivefold train runs/moe_demo-fsdp2-tp2-20250131-120000 --train.seed 1",
+    "fivefold train long_demo_2048 --init-from runs/long_demo-fsdp2-20250131-120000",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\",
     "    -m fivefold train llama3_8b --parallel 'fsdp*-tp8' --run-dir /shared/run",
 )
@@ -38,6 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_recipe(parser)
     parser.add_argument("--parallel", metavar="LAYOUT", help="layout, such as fsdp2-tp2; it says how many ranks start")
+    parser.add_argument("--init-from", metavar="PATH", help="run or weights folder to start from: --train.init-from")
     parser.add_argument("--run-dir", metavar="DIR", help="folder of the run (default: runs/RECIPE-LAYOUT-TIME)")
 
 
@@ -50,6 +52,8 @@ def run(args: argparse.Namespace, given: Mapping[str, str]) -> int:
     world, local_world = (ranks.world, ranks.local_world) if ranks else (None, None)
     problems += check_run(config, world=world, gpus=gpus, local_world=local_world)
     problems += _folder_problems(args.run_dir) + _data_problems(config)
+    if args.init_from == "":
+        problems.append("init_from= is empty. Give --init-from a run's folder, or leave it out to start from the seed.")
     stop_on(problems)
     go_on(ranks)
     config = config.model_copy(update={"parallel": str(ParallelDims.parse(config.parallel, world))})
@@ -57,8 +61,10 @@ def run(args: argparse.Namespace, given: Mapping[str, str]) -> int:
     if _without_stdlib(config):
         _provide_stdlib(config, ranks)
         stop_on(_data_problems(config))
+    cuda = bool(gpus) and config.train.device != "cpu"
+    _check_weights(config, cuda=cuda)
     folder = _make_folder(args.run_dir, recipe.name, config.parallel) if ranks is None or ranks.rank == 0 else None
-    _start(recipe.name, config, folder, ranks, cuda=bool(gpus) and config.train.device != "cpu")
+    _start(recipe.name, config, folder, ranks, cuda=cuda)
     return 0
 
 
@@ -73,10 +79,20 @@ def train_rank(recipe: str, values: str, run_dir: str) -> None:
     train(recipes.restore(recipe, json.loads(values)).config, recipe, run_dir)
 
 
-def _start(recipe: str, config: RunConfig, folder: Path | None, ranks: Ranks | None, *, cuda: bool) -> None:
+def _check_weights(config: RunConfig, *, cuda: bool) -> None:
+    """Import torch, once and not in each forked rank, and with it hold the weights to start from against the model.
+
+    Raises:
+        ConfigError: if they do not fit.
+    """
     if not cuda:  # before torch is imported, or it does not count
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from ..train import main  # noqa: F401  imported here once, not in each forked rank
+    from ..train.initial import check_initial
+
+    check_initial(config)
+
+
+def _start(recipe: str, config: RunConfig, folder: Path | None, ranks: Ranks | None, *, cuda: bool) -> None:
     from .launch import as_rank, launch
 
     args = (recipe, config.model_dump_json(), str(folder or ""))

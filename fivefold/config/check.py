@@ -6,7 +6,7 @@ import re
 from importlib.util import find_spec
 from typing import Final
 
-from . import context
+from . import context, weights
 from .dims import AXES, ParallelDims
 from .errors import ConfigError, nearest, not_multiple
 from .run import RunConfig
@@ -38,6 +38,7 @@ def check(
     if run:
         problems += _built(dims)
         problems += _device(config, gpus, local_world or dims.world) if gpus is not None else []
+        problems += weights.problems(config.train.init_from)
     problems += (
         batch(config, dims) + context.problems(config, dims) + config.model.problems(dims, config.data.sequence_length)
     )

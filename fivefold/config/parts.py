@@ -67,6 +67,8 @@ class TrainConfig(Part):
     """Optimizer steps."""
     seed: Seed = 0
     """Seed of initial weights and sample order."""
+    init_from: str = ""
+    """Folder of a run, or its weights folder, whose final weights are the initial ones; empty draws them by seed."""
     microbatches: PositiveInt = 1
     """Parts each data rank cuts its share of the batch into; their gradients add up."""
     zero: Literal[1, 2, 3, "auto"] = "auto"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .rows import Rows, Stream, join
+from .rows import IGNORE, Rows, Stream, join
 from .tokenfile import TokenFile
 
 
@@ -59,3 +59,29 @@ def _nearest(file: TokenFile, token: int) -> int:
     after = min(int(np.searchsorted(file.starts, token)), file.n_documents)
     before = max(after - 1, 0)
     return after if file.starts[after] - token <= token - file.starts[before] else before
+
+
+class Windows:
+    """Rows that each lie inside one held-out document, starting every ``stride`` tokens of it.
+
+    Every token of a long document but those near its two ends comes at a place of every ``stride`` tokens of a row: a
+    loss by position is then one over the same tokens, with less or more of the document before them.
+    """
+
+    def __init__(self, files: Sequence[TokenFile], sequence_length: int, stride: int) -> None:
+        self._sequence_length = sequence_length
+        self._places: list[Stream] = []
+        for file in files:
+            for document in range(file.index.n_training_documents, file.n_documents):
+                start, stop = map(int, file.starts[document : document + 2])
+                last = stop - sequence_length - 1  # a row needs one token more, for its last target
+                self._places += [Stream(file, at, at + sequence_length + 1) for at in range(start, last + 1, stride)]
+        self.n_rows = len(self._places)
+
+    def rows(self, start: int, stop: int) -> Rows:
+        """Rows ``[start, stop)``; those past the end repeat the last and have only ignored targets."""
+        zero = np.zeros(1, np.int64)
+        places = [self._places[min(i, self.n_rows - 1)] for i in range(start, stop)]
+        found = join([place.rows(zero, self._sequence_length) for place in places])
+        found.targets[max(0, self.n_rows - start) :] = IGNORE
+        return found

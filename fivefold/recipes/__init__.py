@@ -19,6 +19,7 @@ from ..config.run import RunConfig
 from .deepseek import deepseek_v2_lite, deepseek_v3
 from .demo import moe_demo
 from .llama3 import llama3_8b, llama3_70b, llama3_405b
+from .long_context import long_demo, long_demo_2048
 from .tiny import dense_tiny, moe_tiny
 
 RECIPES: Final[Mapping[str, Callable[[], RunConfig]]] = MappingProxyType(
@@ -28,6 +29,8 @@ RECIPES: Final[Mapping[str, Callable[[], RunConfig]]] = MappingProxyType(
             moe_tiny,
             dense_tiny,
             moe_demo,
+            long_demo,
+            long_demo_2048,
             llama3_8b,
             llama3_70b,
             llama3_405b,

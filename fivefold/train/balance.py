@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..layers.moe import MoE
 from ..mesh.collectives import sum_values
@@ -27,6 +27,12 @@ class Load:
     def imbalance(self) -> dict[str, float]:
         """Largest load over the mean, by layer; 1 is even."""
         return {name: float(c.max() * len(c) / c.sum().clamp(min=1)) for name, c in self.counts.items()}
+
+
+def expert_layers(parts: Mapping[str, nn.Module]) -> dict[str, MoE]:
+    """The expert layers of ``parts`` by name."""
+    return {f"{part}.{name}".rstrip("."): m for part, module in parts.items()
+            for name, m in module.named_modules() if isinstance(m, MoE)}  # fmt: skip
 
 
 def begin_counting(experts: Mapping[str, MoE]) -> None:

@@ -27,13 +27,18 @@ class Source(Protocol):
     def rows(self, step: int, start: int, stop: int) -> Rows: ...
 
 
-class HeldoutRows(Protocol):
-    """Rows kept for evaluation, those past the end counting nothing, and the bytes of text their targets stand for."""
+class EvaluationRows(Protocol):
+    """Rows to evaluate, those past the end counting nothing."""
 
     n_rows: int
-    n_bytes: int
 
     def rows(self, start: int, stop: int) -> Rows: ...
+
+
+class HeldoutRows(EvaluationRows, Protocol):
+    """Rows kept for evaluation, and the bytes of text their targets stand for."""
+
+    n_bytes: int
 
 
 @dataclass(frozen=True)

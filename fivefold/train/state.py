@@ -28,6 +28,8 @@ from ..wrap.data import Call, Stage, Watch
 from ..wrap.entries import Entries, collect
 from ..wrap.pipeline import Executor
 from ..wrap.recompute import SaveList, chosen, recompute
+from .balance import expert_layers
+from .initial import load_initial
 from .optimizer import build_optimizer
 
 
@@ -79,7 +81,8 @@ def build_state(config: RunConfig, mesh: Mesh, watch: Watch | None = None,
         pipeline: the plan of ``config``, where it is made already.
 
     Raises:
-        ConfigError: if the model ties parameters of stages that are neither the first nor the last.
+        ConfigError: if the model ties parameters of stages that are neither the first nor the last, or the weights to
+            start from do not fit it.
     """
     pipeline = pipeline or plan(config)
     run = Run(mesh, context=context.method(config), progress=progress or Progress())
@@ -88,8 +91,10 @@ def build_state(config: RunConfig, mesh: Mesh, watch: Watch | None = None,
     shapes, layers, shared = _whole_model(parts, collect(parts, run), mesh)
     entries = collect(parts, run, shared)
     stages = _stages(pipeline, parts, entries, run, config, watch)
-    experts = _experts(parts)
+    experts = expert_layers(parts)
     shards = [s for stage in stages.values() for s in stage.shards]
+    if config.train.init_from:
+        load_initial(config.train.init_from, [s.piece for s in shards], experts, shapes, layers)
     return TrainState(config, mesh, run, pipeline, stages, Executor(pipeline.table, stages, run), shards,
                       build_optimizer(shards, config.optim), experts, layers, shapes)  # fmt: skip
 
@@ -108,11 +113,6 @@ def _stages(pipeline: Plan, parts: dict[str, nn.Module], entries: Entries, run: 
     return stages
 
 
-def _experts(parts: dict[str, nn.Module]) -> dict[str, MoE]:
-    return {f"{part}.{name}".rstrip("."): m for part, module in parts.items()
-            for name, m in module.named_modules() if isinstance(m, MoE)}  # fmt: skip
-
-
 def _whole_model(parts: dict[str, nn.Module], entries: Entries,
                  mesh: Mesh) -> tuple[dict[str, tuple[int, ...]], dict[str, int], set[str]]:  # fmt: skip
     """Of all stages: the shape of every parameter, the number of experts of every expert layer, and the names of the
@@ -123,7 +123,7 @@ def _whole_model(parts: dict[str, nn.Module], entries: Entries,
     """
     held = [e for groups in entries.groups.values() for group in groups.values() for e in group]
     own = {"shapes": {e.name: list(e.spec.global_shape) for e in held},
-           "experts": {name: moe.config.n_experts for name, moe in _experts(parts).items()},
+           "experts": {name: moe.config.n_experts for name, moe in expert_layers(parts).items()},
            "tied": sorted({e.name for e in held if e.spec.tied}), "tie": mesh.tie.size}  # fmt: skip
     every = [json.loads(text) for text in gather_text(json.dumps(own), mesh.pp, mesh.device)]
     places = {name: [place for place, one in enumerate(every) if name in one["tied"]]

@@ -14,7 +14,7 @@ Activations and gradients travel on channels of their own, so that neither queue
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -55,6 +55,8 @@ class _Step:
     microbatches: Sequence[Any]
     loss: Tensor
     """Of one dtype on every rank, whatever the last stage computes in: it is summed over them."""
+    take: Callable[[int, Tensor], None] | None = None
+    """Gets the last stage's outputs in place of ``loss``, where they are wanted."""
     results: dict[Action, Tensor] = field(default_factory=dict)
     """What an action produced, until its consumer on this rank or its message takes it."""
     arriving: dict[Action, tuple[Handle, Message]] = field(default_factory=dict)
@@ -145,18 +147,24 @@ class Executor:
         return step.loss
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Any]) -> Tensor:
-        """The sum of this rank's losses without backward, gathered parameters kept between microbatches."""
+    def evaluate(self, microbatches: Sequence[Any], take: Callable[[int, Tensor], None] | None = None) -> Tensor:
+        """The sum of this rank's losses without backward, gathered parameters kept between microbatches.
+
+        Args:
+            take: gets the number of each microbatch and what the last stage returned for it, which then need not be a
+                loss; the sum is 0.
+        """
         n = len(microbatches)
         if n not in self._evaluations:
             table = forwards(self._program.owners, n)
             self._evaluations[n] = _Program(table, self.run.mesh.pp.rank)
-        return self._play(self._evaluations[n], microbatches).loss
+        return self._play(self._evaluations[n], microbatches, take).loss
 
     # ---- one pass over a table --------------------------------------------------------------------------------------
 
-    def _play(self, program: _Program, microbatches: Sequence[Any]) -> _Step:
-        step = _Step(microbatches, torch.zeros((), device=self.run.mesh.device, dtype=torch.float64))
+    def _play(self, program: _Program, microbatches: Sequence[Any],
+              take: Callable[[int, Tensor], None] | None = None) -> _Step:  # fmt: skip
+        step = _Step(microbatches, torch.zeros((), device=self.run.mesh.device, dtype=torch.float64), take)
         for item in program.items:
             if isinstance(item, Send):
                 with self._under(item.message.producer, item.message):
@@ -201,6 +209,9 @@ class Executor:
             y = stage.forward(x, step.microbatches[action.microbatch],
                               backward_follows=action in program.backward_follows)  # fmt: skip
         last = action.stage + 1 == len(program.owners)
+        if last and step.take is not None:
+            step.take(action.microbatch, y.detach())
+            return
         _refuse(action.stage, y, last)
         step.forms[action[1:]] = y.shape, y.dtype
         if grads:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -14,8 +14,9 @@ from fivefold.data.synthetic import Synthetic
 from fivefold.mesh.pool_worker import RankContext
 from fivefold.schedule.plan import plan
 from fivefold.tools.compare import Whole, gather_whole
+from fivefold.train import initial
 from fivefold.train.balance import routing_biases
-from fivefold.train.evaluate import Evaluation, evaluate
+from fivefold.train.evaluate import Evaluation, PositionLoss, evaluate, loss_by_position
 from fivefold.train.gradients import NonFiniteGradient
 from fivefold.train.save import save_weights
 from fivefold.train.state import TrainState, build_state
@@ -178,3 +179,87 @@ def clipped(context: RankContext, config: RunConfig) -> dict[str, Any]:
     source.close()
     whole = gather_whole(state, lambda s: s.value.grad if s.value.grad is not None else torch.zeros_like(s.piece.data))
     return {"norm": stats.grad_norm, "gradients": whole.tensors}
+
+
+@dataclass
+class Started:
+    """A state before its first step."""
+
+    step: int
+    moments: int
+    """Parameters that the optimizer has seen."""
+    tensors: dict[str, Tensor]
+    """All that ``save_weights`` writes."""
+    owners: bool
+    replicas: bool
+
+
+def started(context: RankContext, config: RunConfig) -> Started:
+    """Build the state only."""
+    state = build_state(config, context.mesh(config.parallel, ends=plan(config).ends))
+    whole = gather_whole(state, lambda s: s.piece.data)
+    biases = routing_biases(state.experts, state.expert_layers, state.mesh)
+    return Started(state.step, len(state.optimizer.state) if state.optimizer else 0,
+                   {**whole.tensors, **{f"{name}.bias": bias for name, bias in biases.items()}},
+                   whole.owners, whole.replicas)  # fmt: skip
+
+
+def elements_read(context: RankContext, config: RunConfig) -> int:
+    """How many elements of parameters this rank reads while it builds its state."""
+    read = 0
+    real = initial.safe_open
+
+    class Counting:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.file = real(*args, **options)
+
+        def __enter__(self) -> Self:
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.file.__exit__(*error)
+
+        def get_slice(self, name: str) -> Any:
+            part = self.file.get_slice(name)
+
+            class Slice:
+                def __getitem__(self, place: Any) -> Tensor:
+                    nonlocal read
+                    found = part[place]
+                    read += found.numel()
+                    return found
+
+            return Slice()
+
+        def get_tensor(self, name: str) -> Tensor:
+            assert name.endswith("ffn.bias")  # whole tensors: routing biases alone
+            return self.file.get_tensor(name)
+
+    with patch.object(initial, "safe_open", Counting):
+        build_state(config, context.mesh(config.parallel, ends=plan(config).ends))
+    return read
+
+
+@dataclass
+class Placed:
+    """A loss by position after a step, beside the mean loss of the same rows."""
+
+    found: PositionLoss
+    whole: Evaluation
+    touched: list[str]
+    """What it changed on this rank."""
+    gathered_bytes: int
+
+
+def placed(context: RankContext, config: RunConfig, n_rows: int) -> Placed:
+    """Train a step, then evaluate ``n_rows`` made-up rows by position, and as a whole."""
+    state = build_state(config, context.mesh(config.parallel, ends=plan(config).ends))
+    data = config.data
+    heldout = Synthetic(config.model.vocab_size, data.sequence_length, n_rows, config.train.seed + 1).heldout
+    train(state, 1)
+    before = everything(state) | gradients(state)
+    found = loss_by_position(state, heldout)
+    gathered_bytes = sum(storage_bytes(stage) for stage in state.stages.values())
+    touched = changed_names(before, everything(state) | gradients(state))
+    return Placed(found, evaluate(state, heldout), touched, gathered_bytes)

@@ -141,6 +141,7 @@ def _attend_backward(grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, first: T
         attend_backward_(dq, dk, dv, grad, q, p.k, p.v, out, lse, p.pairs, p.places, scale=scale, first=own)
         gradient = (dk, dv) if weight is None else _collapsed(dk, dv, weight, widths, p.block[0], dweight)
         ranks.give(p.place, _whole(gradient, (first, second), p.start, p.stop))
+        del p, dk, dv, gradient  # they would live on while the next block is at work
     dfirst, dsecond = ranks.returned()
     return dq.to(q.dtype), dfirst.to(first.dtype), dsecond.to(second.dtype), dweight.to(q.dtype)
 
