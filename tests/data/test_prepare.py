@@ -202,7 +202,10 @@ def test_tokens_limit_files_too(tmp_path: Path) -> None:
     assert 2000 <= file.n_tokens < 2000 + np.diff(file.starts).max()
 
 
+# A shell that runs tests in the background lets them ignore SIGINT, and a child inherits that.
 CHILD = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from rich.console import Console
 from fivefold.data.prepare import prepare
 from fivefold.data.request import Request
@@ -218,7 +221,7 @@ prepare(Request(**{options!r}), Console(quiet=True))
 def test_a_stopped_run_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, signals: list[signal.Signals]
 ) -> None:
-    source = write_jsonl(tmp_path / "x.jsonl", texts(300) * 8)
+    source = write_jsonl(tmp_path / "x.jsonl", texts(300) * 4)
     request = request_for(source, tmp_path / "out", tokenizer_bytes=10_000, workers=workers)
     options = {"sources": (source,), "out": request.out, "vocab_size": 300, "workers": workers, "shard_bytes": 2000}
     options |= {"heldout": 0.2, "tokenizer_bytes": 10_000}

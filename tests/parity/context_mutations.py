@@ -241,7 +241,7 @@ def heads_come_back_in_another_order(mesh: Mesh) -> Planted:
 @mutation(ULYSSES, "loss", "gradient", first="layers.0")
 def columns_not_put_in_order(mesh: Mesh) -> Planted:
     """Rows that are whole again stand in the order of the ranks, and the causal mask takes it for theirs."""
-    return patch.object(ulysses, "_ordered", lambda x, order: x)
+    return patch.object(ulysses, "_selected", lambda x, order: x)
 
 
 # ---- what travels with tokens ----------------------------------------------------------------------------------------
