@@ -39,9 +39,8 @@ def check(
         problems += _built(dims)
         problems += _device(config, gpus, local_world or dims.world) if gpus is not None else []
         problems += weights.problems(config.train.init_from)
-    problems += (
-        batch(config, dims) + context.problems(config, dims) + config.model.problems(dims, config.data.sequence_length)
-    )
+    problems += batch(config, dims) + context.problems(config, dims)
+    problems += config.model.problems(dims, config.data.sequence_length)
     return [*problems, *_schedule(config), *_training(config), *_data(config), *_reports(config, dims)]
 
 

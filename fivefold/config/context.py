@@ -25,16 +25,15 @@ PLACEMENTS = ("zigzag", "contiguous", "balanced")
 def problems(config: RunConfig, dims: ParallelDims) -> list[str]:
     """What forbids the context settings of ``config``, one message each."""
     method, placement = config.context.method, config.context.placement
-    found = _unknown("context.method", method, (*METHODS, "auto")) + _unknown(
-        "context.placement", placement, PLACEMENTS
-    )
+    found = _unknown("context.method", method, (*METHODS, "auto"))
+    found += _unknown("context.placement", placement, PLACEMENTS)
     found += _sequence(config, dims) if dims.cp > 1 else []
     if isinstance(config.model, DecoderConfig):
         attention = config.model.attention
         if method == "latent" and attention.kind != "mla":
             found.append(
                 f"context.method=latent exchanges MLA's latent, and this model has none "
-                f"(model.attention.kind={attention.kind}). Use context.method in {_listed(config, dims)}."
+                f"(model.attention.kind={attention.kind}). Use context.method in {', '.join(able(config, dims))}."
             )
         if method == "ulysses" and dims.cp > 1 and not _divides_heads(attention, dims):
             found.append(_heads(config, attention, dims))
@@ -92,15 +91,11 @@ def _heads(config: RunConfig, attention: GqaConfig | MlaConfig, dims: ParallelDi
     sizes = ", ".join(f"model.attention.{name}={n}" for name, n in counts.items())
     fewest = math.gcd(*counts.values())
     legal = divisors(fewest // dims.tp) if fewest % dims.tp == 0 else [1]
-    others = [m for m in _listed(config, dims).split(", ") if m != "ulysses"]
+    others = [m for m in able(config, dims) if m != "ulysses"]
     return (
         f"context.method=ulysses needs heads that cp*tp={dims.cp * dims.tp} divides "
         f"(cp={dims.cp}, tp={dims.tp}, {sizes}). Use cp in {legal}, or context.method in {', '.join(others)}."
     )
-
-
-def _listed(config: RunConfig, dims: ParallelDims) -> str:
-    return ", ".join(m for m in METHODS if m in able(config, dims))
 
 
 # ---- what methods cost -----------------------------------------------------------------------------------------------

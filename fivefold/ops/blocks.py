@@ -8,7 +8,7 @@ Letters: B rows of the batch, T queries, S keys, H query heads, G key and value 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxtyping import Float, Int
@@ -59,26 +59,32 @@ class Places(NamedTuple):
         return same.logical_and_(col_q[:, :, None] >= col_k[:, None, :])
 
 
+class Keys(NamedTuple):
+    """A block of keys and values, and which queries meet which of them."""
+
+    k: Float[Tensor, "B S G E"]
+    v: Float[Tensor, "B S G V"]
+    pairs: Sequence[Pairs]
+    places: Places
+
+
 def attend_(
     out: Float[Tensor, "B T H V"],
     lse: Float[Tensor, "B H T"],
     q: Float[Tensor, "B T H E"],
-    k: Float[Tensor, "B S G E"],
-    v: Float[Tensor, "B S G V"],
-    pairs: Iterable[Pairs],
-    places: Places,
+    keys: Keys,
     *,
     scale: float,
     first: bool,
 ) -> None:
-    """Add the attention of ``pairs`` to ``out`` and ``lse``, in place.
+    """Add the attention of ``q`` over ``keys`` to ``out`` and ``lse``, in place.
 
     Args:
-        first: whether ``out`` and ``lse`` hold nothing yet; then ``pairs`` have every query once.
+        first: whether ``out`` and ``lse`` hold nothing yet; then the pairs have every query once.
     """
-    for p in pairs:
-        part, part_lse = partial_attention(q[p.queries], k[p.keys], v[p.keys], scale=scale, causal=p.kind == CAUSAL,
-                                           mask=places.mask(p))  # fmt: skip
+    for p in keys.pairs:
+        part, part_lse = partial_attention(q[p.queries], keys.k[p.keys], keys.v[p.keys], scale=scale,
+                                           causal=p.kind == CAUSAL, mask=keys.places.mask(p))  # fmt: skip
         rows, queries = p.queries
         if first:
             out[p.queries], lse[rows, :, queries] = part.to(out.dtype), part_lse
@@ -87,33 +93,28 @@ def attend_(
 
 
 def attend_backward_(
-    dq: Float[Tensor, "B T H E"],
-    dk: Float[Tensor, "B S G E"],
-    dv: Float[Tensor, "B S G V"],
+    gradients: tuple[Float[Tensor, "B T H E"], Float[Tensor, "B S G E"], Float[Tensor, "B S G V"]],
     grad: Float[Tensor, "B T H V"],
-    q: Float[Tensor, "B T H E"],
-    k: Float[Tensor, "B S G E"],
-    v: Float[Tensor, "B S G V"],
     out: Float[Tensor, "B T H V"],
     lse: Float[Tensor, "B H T"],
-    pairs: Iterable[Pairs],
-    places: Places,
+    q: Float[Tensor, "B T H E"],
+    keys: Keys,
     *,
     scale: float,
     first: bool,
 ) -> None:
-    """Add the gradients of ``pairs`` to ``dq``, ``dk`` and ``dv``, in place.
+    """Add what ``keys`` contribute to the ``gradients`` of q, k and v, in place.
 
     Args:
         grad, out, lse: of the attention over all keys.
-        first: whether ``dq``, ``dk`` and ``dv`` hold nothing yet; then ``pairs`` have every query and key once.
+        first: whether ``gradients`` hold nothing yet; then the pairs have every query and key once.
     """
-    for p in pairs:
+    for p in keys.pairs:
         rows, queries = p.queries
-        parts = partial_attention_backward(grad[p.queries], q[p.queries], k[p.keys], v[p.keys], out[p.queries],
-                                           lse[rows, :, queries], scale=scale, causal=p.kind == CAUSAL,
-                                           mask=places.mask(p))  # fmt: skip
-        for total, part, at in zip((dq, dk, dv), parts, (p.queries, p.keys, p.keys), strict=True):
+        parts = partial_attention_backward(grad[p.queries], q[p.queries], keys.k[p.keys], keys.v[p.keys],
+                                           out[p.queries], lse[rows, :, queries], scale=scale,
+                                           causal=p.kind == CAUSAL, mask=keys.places.mask(p))  # fmt: skip
+        for total, part, at in zip(gradients, parts, (p.queries, p.keys, p.keys), strict=True):
             if first:
                 total[at] = part.to(total.dtype)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -120,43 +121,17 @@ def uncut(x: Tensor, columns: Columns, axis: Axis) -> Tensor:
     return rows.gather(1, order.view(*order.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
 
 
-class Cut(torch.autograd.Function):
-    """Whole rows that all ranks have alike to this rank's columns, I -> S, and back: its gradient."""
+class Moved(torch.autograd.Function):
+    """``there(x)``, a linear map over all ranks, whose transpose is ``back``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, columns: Columns, axis: Axis) -> Tensor:
-        ctx.how = columns, axis
-        return cut(x, columns, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return uncut(grad.contiguous(), *ctx.how), None, None
-
-
-class Uncut(torch.autograd.Function):
-    """This rank's columns to whole rows that all ranks have alike, S -> I."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, columns: Columns, axis: Axis) -> Tensor:
-        ctx.how = columns, axis
-        return uncut(x, columns, axis)
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return cut(grad, *ctx.how), None, None
-
-
-class Shared(torch.autograd.Function):
-    """A weight that all ranks have alike and each uses for its own columns, I -> R."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gather_values(grad.contiguous(), ctx.axis).sum(0), None
+        return ctx.back(grad.contiguous()), None, None
 
 
 def gradchecked(context: RankContext, method: str, placement: str, heads: int, groups: int, packed: bool) -> bool:
@@ -172,10 +147,21 @@ def gradchecked(context: RankContext, method: str, placement: str, heads: int, g
     mb = share(of, columns, mesh)
     attention = context_attention(Run(mesh, context=method))
 
+    def split(x: Tensor) -> Tensor:
+        return cut(x, columns, mesh.cp)
+
+    def joined(x: Tensor) -> Tensor:
+        return uncut(x, columns, mesh.cp)
+
+    def summed(x: Tensor) -> Tensor:
+        return gather_values(x, mesh.cp).sum(0)
+
     def function(*given: Tensor) -> Tensor:
         x = dict(zip(whole, given, strict=True))
-        mine = {n: Shared.apply(t, mesh.cp) if n == "weight" else Cut.apply(t, columns, mesh.cp) for n, t in x.items()}
-        return Uncut.apply(attention.attend(mine["q"], key_values(mine), mb, SCALE), columns, mesh.cp)  # type: ignore[return-value, arg-type]
+        mine: Any = {n: Moved.apply(t, split, joined) for n, t in x.items() if n != "weight"}  # I -> S
+        if "weight" in x:
+            mine["weight"] = Moved.apply(x["weight"], torch.clone, summed)  # I -> R
+        return Moved.apply(attention.attend(mine["q"], key_values(mine), mb, SCALE), joined, split)  # type: ignore[return-value]
 
     leaves = [t.requires_grad_() for t in whole.values()]
     return torch.autograd.gradcheck(function, leaves, rtol=1e-6, atol=1e-8, fast_mode=True, raise_exception=False)

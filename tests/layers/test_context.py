@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fivefold.config import context as names
 from fivefold.config.context import costs
 from fivefold.config.errors import ConfigError
 from fivefold.config.run import RunConfig
@@ -256,3 +257,8 @@ def test_balanced_pieces_are_no_finer_than_they_must_be() -> None:
     one = np.zeros((2, 64), np.int32)
     assert {tuple(x) for x in balanced(one, 2)[:, 0]} == {tuple(x) for x in zigzag(one, 2)[:, 0]}
     assert np.array_equal(contiguous(one, 4)[1, 0], np.arange(16, 32))
+
+
+def test_the_configuration_knows_all_names() -> None:
+    """It cannot import the methods, which need torch, nor the placements, which import it."""
+    assert tuple(METHODS) == names.METHODS and tuple(PLACEMENTS) == names.PLACEMENTS

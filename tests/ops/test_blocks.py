@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.ops.blocks import CAUSAL, FULL, MASKED, Pairs, Places, attend_, attend_backward_
+from fivefold.ops.blocks import CAUSAL, FULL, MASKED, Keys, Pairs, Places, attend_, attend_backward_
 from fivefold.ops.partial import wide
 from tests.helpers import error
 from tests.ops.reference import naive_attention
@@ -41,12 +41,12 @@ def by_blocks(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ..
     out, lse = torch.empty(grad.shape, dtype=dtype), torch.empty(3, q.shape[2], 8, dtype=dtype)
     blocks = [(slice(4, 12), OWN, places(4, 12)), (slice(0, 4), OTHERS, places(0, 4))]
     for i, (at, pairs, where) in enumerate(blocks):
-        attend_(out, lse, q, k[:, at], v[:, at], pairs, where, scale=SCALE, first=i == 0)
+        attend_(out, lse, q, Keys(k[:, at], v[:, at], pairs, where), scale=SCALE, first=i == 0)
     result = out.to(q.dtype)
     dq, dk, dv = torch.empty(q.shape, dtype=dtype), torch.zeros(k.shape, dtype=dtype), torch.zeros(v.shape, dtype=dtype)
     for i, (at, pairs, where) in enumerate(blocks):
-        attend_backward_(dq, dk[:, at], dv[:, at], grad, q, k[:, at], v[:, at], result, lse, pairs, where, scale=SCALE,
-                         first=i == 0)  # fmt: skip
+        attend_backward_((dq, dk[:, at], dv[:, at]), grad, result, lse, q, Keys(k[:, at], v[:, at], pairs, where),
+                         scale=SCALE, first=i == 0)  # fmt: skip
     return result, dq, dk, dv
 
 

@@ -9,15 +9,15 @@ Letters: B sequences, T tokens of a sequence on this rank, H query heads, E quer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...mesh.axis import Axis
+from ...mesh.axis import Axis, find
 from ...mesh.operators import backward_scope, differentiate, operator, scope_text
-from ...ops.blocks import Pairs, Places, attend_, attend_backward_
+from ...ops.blocks import Keys, Pairs, Places, attend_, attend_backward_
 from ...ops.partial import wide
 from ..microbatch import MicroBatch
 from .base import Heads, Latent, expand
@@ -31,7 +31,7 @@ def attend(q: Tensor, kv: Heads | Latent, mb: MicroBatch, scale: float, axis: Ax
 
     Args:
         kv: what is exchanged: keys and values, or what each rank expands them from.
-        how: name of the exchange; empty where ``axis`` has one rank.
+        how: name of the exchange, where ``axis`` has several ranks.
         whole: whether these are whole rows of a microbatch whose rows several ranks hold.
     """
     table, at = prepared(mb, axis.rank, whole=whole)
@@ -39,42 +39,31 @@ def attend(q: Tensor, kv: Heads | Latent, mb: MicroBatch, scale: float, axis: Ax
         first, second, weight, widths = kv.latent, kv.key, kv.weight, [kv.nope_dim, kv.v_dim]
     else:
         first, second, weight, widths = kv.k, kv.v, None, []
-    out, _ = _attend(q, first, second, weight, widths, table, at, how, axis.key, axis.size, scale, scope_text(axis))
+    out, _ = _attend(q, first, second, weight, widths, table, at, how, axis.key, scale, scope_text(axis))
     return out
 
 
 # ---- blocks of keys and values ---------------------------------------------------------------------------------------
 
 
-class _Passing(NamedTuple):
-    """A block while it is here: its keys and values, those of them that this rank's queries see, and with which."""
+class _Seen(NamedTuple):
+    """Of a block that has come, what this rank's queries see."""
 
-    place: int
     block: Block
-    """As it was sent, cut to what is seen."""
+    """As it was sent, cut to the tokens ``[start, stop)``."""
     start: int
     stop: int
-    k: Tensor
-    v: Tensor
-    pairs: list[Pairs]
-    places: Places
+    keys: Keys
 
 
-def _passing(blocks: Iterator[tuple[int, Block]], weight: Tensor | None, widths: Sequence[int], table: Tensor,
-             at: Tensor, rank: int, n: int) -> Iterator[_Passing | int]:  # fmt: skip
-    """Each block with its keys and values; only the place of one that no query here sees."""
-    entries = by_place(table, n)
-    for place, (first, second) in blocks:
-        if not (pairs := entries[place]):
-            yield place
-            continue
-        start, stop = min(p.k_start for p in pairs), max(p.k_stop for p in pairs)
-        first, second = first[:, start:stop], second[:, start:stop]
-        k, v = first, second
-        if weight is not None:
-            k, v = expand(first @ weight.t(), second, *widths)
-        places = Places(at[rank], at[place, :, :, start:stop]) if at.numel() else Places(at, at)
-        yield _Passing(place, (first, second), start, stop, k, v, [p.moved(start) for p in pairs], places)
+def _seen(block: Block, weight: Tensor | None, widths: Sequence[int], pairs: Sequence[Pairs], at: Tensor, rank: int,
+          place: int) -> _Seen:  # fmt: skip
+    """Keys and values of those tokens of the block from ``place`` that some pair has, expanded if there is a weight."""
+    start, stop = min(p.k_start for p in pairs), max(p.k_stop for p in pairs)
+    first, second = (x[:, start:stop] for x in block)
+    k, v = (first, second) if weight is None else expand(first @ weight.t(), second, *widths)
+    places = Places(at[rank], at[place, :, :, start:stop]) if at.numel() else Places(at, at)
+    return _Seen((first, second), start, stop, Keys(k, v, [p.moved(start) for p in pairs], places))
 
 
 def _collapsed(dk: Tensor, dv: Tensor, weight: Tensor, widths: Sequence[int], latent: Tensor, dweight: Tensor) -> Block:
@@ -99,22 +88,18 @@ def _shapes(q: Tensor, first: Tensor, second: Tensor, weight: Tensor | None, wid
 
 @operator("attend", shape=_shapes)
 def _attend(q: Tensor, first: Tensor, second: Tensor, weight: torch.Tensor | None, widths: Sequence[int], table: Tensor,
-            at: Tensor, how: str, axis: str, n: int, scale: float, scope: str) -> tuple[Tensor, Tensor]:  # fmt: skip
+            at: Tensor, how: str, axis: str, scale: float, scope: str) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns the result and its lse ``[B, H, T]``."""
     like, lse = _shapes(q, first, second, weight, widths)
-    ranks, rank = exchange(how, axis, scope), _rank(axis, n)
+    cp = find(axis)
+    pairs = by_place(table, cp.size)
     # a sum of several blocks is rounded once
-    out = torch.empty_like(like, dtype=wide(q.dtype) if n > 1 else q.dtype)
-    for passing in _passing(ranks.blocks((first, second)), weight, widths, table, at, rank, n):
-        if isinstance(passing, _Passing):
-            attend_(out, lse, q, passing.k, passing.v, passing.pairs, passing.places, scale=scale,
-                    first=passing.place == rank)  # fmt: skip
+    out = torch.empty_like(like, dtype=wide(q.dtype) if cp.size > 1 else q.dtype)
+    for place, block in exchange(how, cp, scope).blocks((first, second)):
+        if pairs[place]:
+            seen = _seen(block, weight, widths, pairs[place], at, cp.rank, place)
+            attend_(out, lse, q, seen.keys, scale=scale, first=place == cp.rank)
     return out.to(q.dtype), lse
-
-
-def _rank(axis: str, n: int) -> int:
-    """A key says the place on the axis: it is what graphs are told apart by."""
-    return int(axis.split("/")[2]) if n > 1 else 0
 
 
 def _gradient_shapes(grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, first: Tensor, second: Tensor,
@@ -127,21 +112,23 @@ def _gradient_shapes(grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, first: T
 @operator("attend_backward", shape=_gradient_shapes)
 def _attend_backward(grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, first: Tensor, second: Tensor,
                      weight: torch.Tensor | None, widths: Sequence[int], table: Tensor, at: Tensor, how: str, axis: str,
-                     n: int, scale: float, scope: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+                     scale: float, scope: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of q, of the two tensors of this rank's block, and of the weight (empty without one)."""
-    ranks, rank, dtype = exchange(how, axis, scope), _rank(axis, n), wide(q.dtype)
+    cp, dtype = find(axis), wide(q.dtype)
+    pairs, ranks = by_place(table, cp.size), exchange(how, cp, scope)
     dq = torch.empty(q.shape, dtype=dtype, device=q.device)
     dweight = torch.zeros(weight.shape if weight is not None else 0, dtype=dtype, device=q.device)
-    for p in _passing(ranks.blocks((first, second)), weight, widths, table, at, rank, n):
-        if isinstance(p, int):
-            ranks.give(p, _zeros((first, second), dtype))
+    for place, block in ranks.blocks((first, second)):
+        if not pairs[place]:
+            ranks.give(place, _zeros((first, second), dtype))
             continue
-        own = p.place == rank
-        dk, dv = ((torch.empty if own else torch.zeros)(x.shape, dtype=dtype, device=q.device) for x in (p.k, p.v))
-        attend_backward_(dq, dk, dv, grad, q, p.k, p.v, out, lse, p.pairs, p.places, scale=scale, first=own)
-        gradient = (dk, dv) if weight is None else _collapsed(dk, dv, weight, widths, p.block[0], dweight)
-        ranks.give(p.place, _whole(gradient, (first, second), p.start, p.stop))
-        del p, dk, dv, gradient  # they would live on while the next block is at work
+        seen, own = _seen(block, weight, widths, pairs[place], at, cp.rank, place), place == cp.rank
+        make = torch.empty if own else torch.zeros
+        dk, dv = (make(x.shape, dtype=dtype, device=q.device) for x in seen.keys[:2])
+        attend_backward_((dq, dk, dv), grad, out, lse, q, seen.keys, scale=scale, first=own)
+        gradient = (dk, dv) if weight is None else _collapsed(dk, dv, weight, widths, seen.block[0], dweight)
+        ranks.give(place, _whole(gradient, (first, second), seen.start, seen.stop))
+        del block, seen, dk, dv, gradient  # they would live on while the next block is at work
     dfirst, dsecond = ranks.returned()
     return dq.to(q.dtype), dfirst.to(first.dtype), dsecond.to(second.dtype), dweight.to(q.dtype)
 
@@ -161,18 +148,16 @@ def _whole(gradient: Block, like: Block, start: int, stop: int) -> Block:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, first, second, weight, widths, table, at, how, axis, n, scale, scope = inputs
+    q, first, second, weight, widths, table, at, how, axis, scale, scope = inputs
     ctx.save_for_backward(*output, q, first, second, weight, table, at)
-    ctx.arguments = widths, how, axis, n, scale, backward_scope(scope)
+    ctx.arguments = widths, how, axis, scale, backward_scope(scope)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     out, lse, q, first, second, weight, table, at = ctx.saved_tensors
     widths, *rest = ctx.arguments
-    how, axis, n, scale, scope = rest
-    *gradients, dweight = _attend_backward(grad, out, lse, q, first, second, weight, widths, table, at, how, axis, n,
-                                           scale, scope)  # fmt: skip
-    return (*gradients, None if weight is None else dweight, *(None for _ in range(8)))
+    *gradients, dweight = _attend_backward(grad, out, lse, q, first, second, weight, widths, table, at, *rest)
+    return (*gradients, None if weight is None else dweight, *(None for _ in range(7)))
 
 
 differentiate("attend", _keep, _backward)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...mesh import transport
-from ...mesh.axis import Axis, find
+from ...mesh.axis import Axis
 from ...mesh.operators import parse_scope
 
 Block = tuple[Tensor, Tensor]
@@ -29,8 +29,8 @@ class Exchange(Protocol):
         """Each rank's block with its place on the axis, this rank's first."""
         ...
 
-    def give(self, place: int, gradient: Block | None) -> None:
-        """Take the gradient of the block of ``place``; None where this rank had no use of it."""
+    def give(self, place: int, gradient: Block) -> None:
+        """Take this rank's part of the gradient of the block of ``place``."""
         ...
 
     def returned(self) -> Block:
@@ -44,8 +44,7 @@ class Alone:
     def blocks(self, own: Block) -> Iterator[tuple[int, Block]]:
         yield 0, own
 
-    def give(self, place: int, gradient: Block | None) -> None:
-        assert gradient is not None
+    def give(self, place: int, gradient: Block) -> None:
         self._gradient = gradient
 
     def returned(self) -> Block:
@@ -73,8 +72,7 @@ class Ring:
                 packed = coming.wait()
                 first, second = packed.split(widths, -1)
 
-    def give(self, place: int, gradient: Block | None) -> None:
-        assert gradient is not None
+    def give(self, place: int, gradient: Block) -> None:
         if place == self._axis.rank:
             self._own = gradient
             return
@@ -109,8 +107,7 @@ class Gather:
                 first, second = block.split(self._widths, -1)
                 yield place, (first, second)
 
-    def give(self, place: int, gradient: Block | None) -> None:
-        assert gradient is not None
+    def give(self, place: int, gradient: Block) -> None:
         self._gradients[place] = torch.cat(gradient, -1)
 
     def returned(self) -> Block:
@@ -123,6 +120,6 @@ class Gather:
 EXCHANGES: dict[str, type[Ring | Gather]] = {"ring": Ring, "all_gather": Gather}
 
 
-def exchange(name: str, axis: str, scope: str) -> Exchange:
-    """A new exchange over the axis of that key; without a name there is no other rank."""
-    return EXCHANGES[name](find(axis), scope) if name else Alone()
+def exchange(name: str, axis: Axis, scope: str) -> Exchange:
+    """A new exchange over the axis."""
+    return EXCHANGES[name](axis, scope) if axis.size > 1 else Alone()
